@@ -107,7 +107,7 @@ class _Taken(msgspec.Struct):
 
 
 class _Willing:
-    """Fake NIC that registers any memory, so that only the export by the driver can fail."""
+    """Fake NIC that registers any memory, so that no failure comes from a NIC."""
 
     name = "a NIC that accepts any memory"
 

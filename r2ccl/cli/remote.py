@@ -249,9 +249,10 @@ async def start(
     ssh : sequence of str
         Command that logs in: it gets the host and a command line for the shell of that host.
     python : str
-        Python interpreter of the other hosts.
+        Python interpreter on every host except the launcher's own, where it is ``sys.executable``.
     address : str
-        Name or address by which the other hosts reach the first host.
+        Name or address by which the ranks of all hosts reach the first host of `groups`; not used
+        if there is only one host.
     port : int
         Port of the rendezvous; 0 takes a free one.
 

@@ -41,7 +41,7 @@ from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
 class InterNodeBackend(Protocol):
-    """Executor of the part of a call between nodes: `GpuDirectBackend` or `StagedBackend`."""
+    """Executor of a call's step between the nodes: `GpuDirectBackend` or `StagedBackend`."""
 
     def supports(self, call: DeviceCall, nranks: int) -> bool:
         """Return whether the backend can execute `call` if `nranks` ranks make it.

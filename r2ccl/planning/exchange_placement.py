@@ -55,8 +55,9 @@ def place_exchange(
     root : int
         Root rank of gather and scatter; otherwise ignored.
     nchannels : int
-        Number of channels among which a part is divided. 0: as many as `fabric` has home rails that
-        add bandwidth and, if there are two or more, twice as many in a degraded network.
+        Number of channels among which a part is divided. 0: w, the smaller of ``fabric.nwires`` and
+        the number of home rails; 2 w if w > 1 and the port of a rank on a home rail has less than
+        its full bandwidth.
     fabric : Fabric
     health : Health
     """

@@ -181,10 +181,11 @@ class TwoLevelPlans:
     def is_bandwidth_sample(
         self, call: CallSignature, health: Health, op: int, division: Division
     ) -> bool:
-        """Return whether `call`, of this `division`, must run in one level as a bandwidth sample.
+        """Return whether a call with a `division` must run in one level as a bandwidth sample.
 
-        `op` is the number of the collective before `call`, equal on all ranks. See
-        `PlanCache.is_bandwidth_sample`.
+        `division` is the one that the method `division` returned for `call`; the call uses it if
+        the result is False. `op` is the number of the collective before `call`, equal on all ranks.
+        See `PlanCache.is_bandwidth_sample`.
         """
         return self._plans.is_bandwidth_sample(call, health, op, division.predicted_ns)
 

@@ -793,7 +793,7 @@ class Engine:
             self.revoke(f"a call failed: {error!r}")
 
     def revoke(self, why: str) -> None:
-        """End the communicator on all ranks, for the reason `why`.
+        """End the job's communicators on all ranks, for the reason `why`.
 
         May be called in any thread and in a signal handler.
         """

@@ -51,8 +51,8 @@ class Exclusions:
         Raises
         ------
         InvalidArgument
-            In mode failstop, which has no health agreement; or if a rank would have no rail left,
-            or two ranks no common rail.
+            In mode failstop, which has no health agreement; or if an exclusion would leave a rank
+            without a rail, or two ranks without a common rail.
         TransportTimeout
             If the ranks have not agreed within ``R2CC_TIMEOUT_S``.
         CommunicatorRevoked

@@ -84,8 +84,8 @@ def require_main_thread() -> None:
     if thread is not threading.main_thread():
         raise InvalidArgument(
             f"a dump on a signal was requested in thread {thread.name!r}, but Python handles "
-            "signals only in the main thread: request it there, or leave R2CC_DUMP_SIGNAL empty "
-            "and call dump() when needed"
+            "signals only in the main thread: make this call in the main thread, or leave "
+            "R2CC_DUMP_SIGNAL empty and call dump() when needed"
         )
 
 

@@ -66,7 +66,11 @@ class ScheduleArrays(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Ops of one rank and channel; the caller sets the fields ``rank`` and ``channel``."""
+    """Ops of one rank and channel in array form.
+
+    In the records of ``ops``, `_pack` leaves ``rank`` and ``channel`` 0; `as_arrays` sets them in a
+    copy.
+    """
 
     ops: npt.NDArray[np.void]
     counts: npt.NDArray[np.int64]

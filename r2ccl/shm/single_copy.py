@@ -23,7 +23,8 @@ def reduce_share(state: Any, sources: Any, nbytes: Any, kernel: Any) -> None:
     ----------
     state : pointer to int64
     sources : int64
-        Address of space for the addresses of the kernel's sources.
+        Address of a table of one word per rank, which the function fills with addresses in the
+        inputs.
     nbytes : int64
         Size of each input in bytes.
     kernel : int64
@@ -58,8 +59,8 @@ def reduce_inputs(
 ) -> None:
     """Reduce `nbytes` bytes of the inputs of all ranks, from `offset` on, to address `target`.
 
-    `sources` is the address of space for the addresses of the kernel's sources, and `kernel` the
-    address of a kernel of `r2ccl.kernels.fold`.
+    `sources` is the address of a table of one word per rank, which the function fills with
+    addresses in the inputs, and `kernel` the address of a kernel of `r2ccl.kernels.fold`.
     """
     nranks = state[NRANKS]
     kernel_sources = words_at(sources)

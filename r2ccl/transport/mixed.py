@@ -1,8 +1,8 @@
-"""Transport made of other transports, its parts: a communicator can have TCP and RDMA rails.
+"""Transport that combines others, its parts, so that a communicator can have TCP and RDMA rails.
 
 The rails are numbered consecutively: the first part's rails, then the second part's, and so on. A
-rail belongs to one part, which gets the calls of its paths and reports their events. Bypasses
-belong to the first part.
+method call for a path is forwarded to the part that has the path's rail, and that part reports the
+path's events. Bypasses belong to the first part.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class PathDiagnosis:
             Rank that made the probe: this one, or the sender of the reply.
         key : ProbeKey
         is_answered : bool or None
-            None: the probe could not be made.
+            As in `r2ccl.transport.base.Probed`; None: the outcome proves nothing.
         detail : str
             Text for people about the answer; may be empty.
         is_stuck : bool

@@ -21,11 +21,15 @@ third port (aux) show which part is at fault::
                                                      the two ranks names its own NIC
     fails             one or both are not known      the path: the part is not known
 
+The last five rows apply only if the peer can be reached. If the probe local -> remote fails, no
+port of the peer answers another probe, and the peer's process does not reply to a request for a
+probe, the verdict is PEER, without the table (`r2ccl.failover.diagnosis.protocol`).
+
 An answer proves that both ports, and the network between them, work. An unanswered probe between an
-end of the path and an auxiliary port counts only if another answer shows that the auxiliary port
-works. Otherwise a failed auxiliary would put the blame on other ports. On a failed rail no port can
-be shown to work. There, unanswered probes count if a third rank neither reaches the remote port nor
-is reached from the local port.
+end of the path and an auxiliary port counts only if an answer to another probe shows that the
+auxiliary port works. Otherwise a failed auxiliary would put the blame on other ports. On a failed
+rail no port can be shown to work. There, unanswered probes count if a third rank neither reaches
+the remote port nor is reached from the local port.
 
 LINK and PEER_SLOW therefore rest on answers. LOCAL_NIC and REMOTE_NIC, unless a port reports itself
 down, explain the unanswered probes by one failed part instead of several cut connections. RAIL
@@ -73,8 +77,8 @@ class Port(NamedTuple):
 class Reading(msgspec.Struct, frozen=True):
     """Result of the probe of port `target` from port `asker`.
 
-    ``is_answered`` (None: the probe could not be made) and ``detail`` mean the same as in
-    `r2ccl.transport.base.Probed`.
+    ``is_answered`` and ``detail`` mean the same as in `r2ccl.transport.base.Probed`, except that
+    ``is_answered`` is also None if no result arrived in time.
     """
 
     asker: Port

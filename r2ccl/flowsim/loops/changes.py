@@ -4,8 +4,8 @@ After a change no link uses a port without bandwidth, and all rates and end time
 new bandwidths.
 
 A slice in flight on a port that fails is sent again from its start, as in a replay after a
-migration. If a link changes ports that are alive, for example to return to its home port, its slice
-in flight continues on the new ports with the remaining bytes.
+migration. If a link moves to other ports although its old ports are alive, for example back to its
+home port, its slice in flight continues on the new ports with the remaining bytes.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class RayRanks(RankExchange):
         except RayActorError as exc:
             raise TransportError(
                 f"rank {self._rank}: the actor that connects the group {self._group_name!r} of Ray "
-                "actors ended before all ranks were connected, mostly because rank 0 ended or its "
+                "actors ended before all ranks were connected, usually because rank 0 ended or its "
                 "join() failed: look at the log of rank 0",
                 rank=self._rank,
                 peer=0,

@@ -80,11 +80,11 @@ class _AnyWork(dist.Work):  # type: ignore[misc]
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """Block until the call has finished."""
+        """Call `wait` without a timeout; for a call on GPU tensors see `CollectiveWork.wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Block until the call has finished."""
+        """Call `wait` without a timeout; for a call on GPU tensors see `CollectiveWork.wait`."""
         self.wait()
 
     def is_success(self) -> bool:

@@ -11,7 +11,8 @@ after 822 ms instead of 0.3 ms).
     rail1 --tbf--tbf-- n0r1 -- br1 -- n1r1 --tbf--tbf-- rail1     10.2.0.0/24
     mgmt0 ------------ n0m --- brm --- n1m ------------ mgmt0     10.0.0.0/24
 
-Packets with a rail's source address leave the node through that rail or are dropped. With fabric
+Packets with a rail's source address leave the node only through the NIC on that rail. If the NIC
+has no route to the destination, for example because it is down, sending them fails. With fabric
 ``full`` the switch also routes between its bridges and so acts as the spine.
 """
 

@@ -90,13 +90,13 @@ class Checker:
         Parameters
         ----------
         rank : int
-            The rank.
+            Rank that plans the collective.
         op : int
             Number of the collective.
         health : Health
             The health that the rank uses.
         nevents : int
-            Number of events of the simulation so far.
+            Number of events of the simulation so far; `began` keeps that of the first rank.
 
         Raises
         ------
