@@ -46,9 +46,4 @@ def test_calls_are_repeated_after_calls_of_another_form() -> None:
 
 
 def test_a_call_in_python_does_not_keep_others_from_compiled_code() -> None:
-    assert launch(programs.calls_after_one_in_python, 2, timeout_s=60.0) == [1, 1]
-
-
-def test_timers_run_as_fast_in_repeated_calls_as_in_others() -> None:
-    for found in launch(programs.is_busy_in_repetitions, 2, timeout_s=60.0):
-        assert True in found
+    assert launch(programs.calls_after_one_in_python, 2, timeout_s=60.0)[0] > 15

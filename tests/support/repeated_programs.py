@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import threading
 import time
 import weakref
 from typing import Any
@@ -122,11 +121,13 @@ def counts_of_early_slices() -> tuple[int, int]:
         comm.barrier()
         time.sleep(_LATE_S)
         sent, received = counts()
+        comm.barrier()  # so that no rank sends before the other has counted
         for _ in range(3):
             if comm.rank:
                 time.sleep(2 * _LATE_S)  # slices arrive before their calls
             for _ in range(10):
                 comm.broadcast(x)
+        comm.barrier()
         time.sleep(_LATE_S)
         now = counts()
         comm.barrier()
@@ -150,38 +151,19 @@ def repeats_after_another_form() -> tuple[int, int]:
 
 
 def calls_after_one_in_python() -> int:
-    """Return how many calls run in compiled code after one that cannot."""
+    """Return how many of 20 broadcasts run in compiled code, each after one that cannot."""
     with r2ccl.init(shm="0", compiled="1") as comm:
         x = np.ones(50, np.float32)
         for _ in range(5):
-            comm.allreduce(x)
-        compiled = compiled_of(comm)
-        nbefore = 0
-        for _ in range(20):
-            comm.allreduce(x, op=r2ccl.ReduceOp.AVG)
-            comm.health()  # settles
-            nbefore = compiled.nfinished + compiled.nleft
             comm.broadcast(x)
-            comm.health()
-            nbefore = compiled.nfinished + compiled.nleft - nbefore
-        return nbefore
-
-
-def is_busy_in_repetitions() -> set[bool]:
-    """Return whether the control plane was told, in repeated calls, that a call is running."""
-    with r2ccl.init(shm="0", compiled="1") as comm:
-        engine: Any = comm._engine
-        x, found, is_over = np.ones(100, np.float32), set(), threading.Event()
-
-        def look() -> None:
-            while not is_over.wait(0.001):
-                if engine._loop._sleeping:
-                    found.add(engine._control.is_busy)
-
-        looking = threading.Thread(target=look)
-        looking.start()
-        for _ in range(3000):
-            comm.allreduce(x)
-        is_over.set()
-        looking.join()
-        return found
+        transport: Any = comm._engine._loop._transport
+        compiled, lend, ncompiled = compiled_of(comm), transport.lend, 0
+        for _ in range(20):
+            transport.lend = lambda paths: None
+            comm.broadcast(x)
+            transport.lend = lend
+            before = compiled.nfinished + compiled.nleft
+            comm.broadcast(x)
+            comm.health()  # settles, which counts the call
+            ncompiled += compiled.nfinished + compiled.nleft - before
+        return ncompiled

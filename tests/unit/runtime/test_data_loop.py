@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,3 +169,18 @@ def test_a_wait_outside_of_the_loop_sees_an_end_during_its_poll() -> None:
     still.poll = poll  # type: ignore[method-assign]
     engine._loop.poll(engine)
     assert "TEST: over" in str(engine.error)
+
+
+def test_the_control_plane_is_busy_while_a_call_is_repeated() -> None:
+    engine, _ = make_engine()
+    loop, program, found = engine._loop, object(), []
+    loop.compiled = SimpleNamespace(  # type: ignore[assignment]
+        held=SimpleNamespace(program=program), settle=lambda: None
+    )
+
+    def repeat(x: Any, out: Any, rest: Any) -> str:
+        found.append(loop._control.is_busy)
+        return "done"
+
+    assert loop.repeat(engine, program, repeat, None, None, ()) == "done"  # type: ignore[arg-type]
+    assert (found, loop._control.is_busy) == ([True], False)

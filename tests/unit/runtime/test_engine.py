@@ -185,3 +185,14 @@ def test_mode_failstop_excludes_nothing() -> None:
     engine, _ = make_engine(mode="failstop")
     with pytest.raises(InvalidArgument, match="R2CC_MODE=failstop"):
         engine.exclusions.change([(2, 0)], is_excluded=True)
+
+
+def test_calls_of_closed_shared_memory_stay_counted() -> None:
+    engine, _ = make_engine()
+    local = SimpleNamespace(ncalls=7, end=lambda: None)
+    engine.attach(local)
+    engine.detach(local)
+    local.ncalls = 0  # its memory is freed
+    assert engine.op == 7
+    engine.enter()
+    assert (engine.op, engine._calls.op) == (7, 7)
