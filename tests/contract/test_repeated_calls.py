@@ -45,5 +45,5 @@ def test_calls_are_repeated_after_calls_of_another_form() -> None:
         assert after > 10
 
 
-def test_a_call_in_python_does_not_keep_others_from_compiled_code() -> None:
+def test_calls_after_one_in_python_run_in_compiled_code() -> None:
     assert launch(programs.calls_after_one_in_python, 2, timeout_s=60.0)[0] > 15

@@ -160,10 +160,11 @@ class CompiledCalls:
         program = self._program_of(plan)
         if program is None:
             return None
-        if self._transport.has_events:
+        conns = self._prepare(program, lanes, calls)
+        if conns is None and self._transport.has_events:
             # Those of an earlier call, which ended in Python: nothing is lent while they wait.
             self._progress.step()
-        conns = self._prepare(program, lanes, calls)
+            conns = self._prepare(program, lanes, calls)
         if conns is None:
             return None
         self._conns, self._running = conns, (program, calls)
