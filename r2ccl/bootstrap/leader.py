@@ -259,11 +259,15 @@ class Leader:
             self._rejections.add("no Hello", exc)
             member.reader.stop()
             return
-        if hello.nranks != self._identity.nranks or not 0 <= hello.rank < hello.nranks:
+        nranks = self._identity.nranks
+        if hello.nranks != nranks:
             self._fault(
-                f"rank {hello.rank} was started for {hello.nranks} ranks, "
-                f"rank 0 for {self._identity.nranks}: WORLD_SIZE must be equal everywhere, "
-                "and RANK below it"
+                f"rank {hello.rank} was started for {hello.nranks} ranks, rank 0 for {nranks}: "
+                "set the same WORLD_SIZE on every rank"
+            )
+        elif not 0 <= hello.rank < nranks:
+            self._fault(
+                f"RANK={hello.rank} with WORLD_SIZE={nranks}; allowed is 0 to WORLD_SIZE - 1"
             )
         elif hello.rank in self._hellos:
             first = self._hellos[hello.rank]
@@ -274,7 +278,7 @@ class Leader:
         else:
             member.rank = hello.rank
             self._hellos[hello.rank] = hello
-            if len(self._hellos) == self._identity.nranks:
+            if len(self._hellos) == nranks:
                 self._announce()
             return
         member.reader.stop()

@@ -99,9 +99,9 @@ MODE, NREPEATED = 21, 22
 #: the call, in nanoseconds, or 0: do not measure; space for a ``struct timespec``. See
 #: `r2ccl.shm.storing`.
 IS_PAST_CACHES, BEGUN_NS, TIME = 23, 24, 25
-#: Addresses of the segments of all ranks, then space for the sources of a kernel.
+#: Addresses of the segments of all ranks, then one word per rank for the inputs of a kernel.
 BASES = 27
-#: Bytes of a set of 1,024 CPUs; two such sets follow the space for the sources.
+#: Bytes of a set of 1,024 CPUs; two such sets follow the words for the inputs.
 CPU_SET_NBYTES = 128
 
 

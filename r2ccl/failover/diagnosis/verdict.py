@@ -277,7 +277,7 @@ def place(kind: VerdictKind, me: int, path: PathKey, name: Naming) -> str:
 
 def describe(readings: Sequence[Reading], name: Naming) -> tuple[str, ...]:
     """Return one text per reading: the two ports, the result and, if given, its detail."""
-    words = {True: "answered", False: "no answer", None: "could not be probed"}
+    words = {True: "answered", False: "no answer", None: "result not known"}
     return tuple(
         f"{name(*r.asker)} -> {name(*r.target)}: {words[r.is_answered]}"
         + (f" ({r.detail})" if r.detail else "")

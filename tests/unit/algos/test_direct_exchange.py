@@ -92,9 +92,10 @@ def test_sizes_and_roots_out_of_range_are_refused() -> None:
     for make in (direct_exchange.alltoall, direct_exchange.gather, direct_exchange.scatter):
         with pytest.raises(InvalidArgument):
             make(0)
-    for n, root in ((3, 3), (0, 0)):
-        with pytest.raises(InvalidArgument, match=f"root={root}"):
-            tree_gather.binomial(n, root)
+    with pytest.raises(InvalidArgument, match="root=3"):
+        tree_gather.binomial(3, 3)
+    with pytest.raises(InvalidArgument, match="nranks=0"):
+        tree_gather.binomial(0)
     with pytest.raises(InvalidArgument, match="root=4"):
         direct_exchange.gather(4, 4)
     with pytest.raises(InvalidArgument, match="weights"):
