@@ -60,7 +60,7 @@ def binomial(nranks: int, root: int = 0) -> Parents:
         If `nranks` is below 1, or `root` is not a rank.
     """
     if nranks < 1:
-        raise InvalidArgument(f"nranks={nranks}; allowed is 1 or more")
+        raise InvalidArgument(f"nranks={nranks}; give 1 or more")
     if not 0 <= root < nranks:
         raise InvalidArgument(f"root={root}; allowed is 0 to {nranks - 1}")
     return turned((-1, *(rank & (rank - 1) for rank in range(1, nranks))), root)
