@@ -6,15 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from support.mpi_cases import Case, Cases
 
-Case = Callable[[Any, Any], Any]
-
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+CASES = Cases()
+case = CASES.add
 
 
 def ramp(comm: Any, count: int) -> Any:

@@ -7,15 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from support.mpi_cases import FORMS, Case, Cases, Form
 
-Case = Callable[[Any, Any], Any]
-
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+CASES = Cases()
+case = CASES.add
 
 
 def around(comm: Any) -> tuple[int, int]:
@@ -44,25 +39,6 @@ def pair(comm: Any, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
     return (first, second)[comm.rank]() if comm.rank < 2 else None
 
 
-Form = Callable[[Any, Any], Any]
-
-#: Specifications of an array of six doubles.
-FORMS: dict[str, Form] = {
-    "array": lambda MPI, x: x,
-    "matrix": lambda MPI, x: x.reshape(2, 3),
-    "fortran": lambda MPI, x: x.reshape((2, 3), order="F"),
-    "memoryview": lambda MPI, x: memoryview(x),
-    "datatype": lambda MPI, x: [x, MPI.DOUBLE],
-    "tuple": lambda MPI, x: (x, MPI.DOUBLE),
-    "code": lambda MPI, x: [x, "d"],
-    "count": lambda MPI, x: [x, 6],
-    "pair": lambda MPI, x: [x, (6, 0)],
-    "count_datatype": lambda MPI, x: [x, 6, MPI.DOUBLE],
-    "no_count": lambda MPI, x: [x, None, MPI.DOUBLE],
-    "pair_datatype": lambda MPI, x: [x, (6, 0), MPI.DOUBLE],
-    "four": lambda MPI, x: [x, 6, 0, MPI.DOUBLE],
-    "bytes_as_doubles": lambda MPI, x: [x.view(np.uint8), MPI.DOUBLE],
-}
 #: Specifications of a part of it.
 PARTS: dict[str, Form] = {
     "part_by_count": lambda MPI, x: [x, 4],

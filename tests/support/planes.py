@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -115,6 +115,23 @@ def join(job: LocalJob, rank: int, changes: Mapping[str, str], **settings: Any) 
     env = {**environment(job, rank), **changes}
     config = Config.from_env(env, **{"init_timeout_s": WAIT_S, **settings})
     return connect(config, codec=Codec(Number | Text), nics_for=lambda *_: RAILS, env=env)
+
+
+def join_all(
+    job: LocalJob, changes: Mapping[int, Mapping[str, str]], ranks: list[int] | None = None
+) -> list[BaseException | None]:
+    """Join with changed environments; return the error of each rank, or None."""
+    chosen = list(range(job.nranks)) if ranks is None else ranks
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        futures: list[Future[ControlPlane]] = [
+            pool.submit(join, job, rank, changes.get(rank, {}), init_timeout_s=1.0)
+            for rank in chosen
+        ]
+        errors = [future.exception(15) for future in futures]
+    for future, error in zip(futures, errors, strict=True):
+        if error is None:
+            future.result().close(0)
+    return errors
 
 
 def turn_away(plane: ControlPlane, claim: Claim) -> None:

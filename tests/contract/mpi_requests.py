@@ -1,0 +1,188 @@
+"""Cases of `mpi_rank` for requests, of nonblocking and of persistent calls."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from support.mpi_cases import Cases, ramp
+
+CASES = Cases()
+case = CASES.add
+
+
+@case
+def nonblocking(MPI: Any, comm: Any) -> Any:
+    n = comm.size
+    x, out, at_root, part, all_of = ramp(comm, 2), *(np.zeros(2) for _ in range(3)), np.zeros(2 * n)
+    sent = ramp(comm)
+    scattered = ramp(comm, 2 * n)
+    requests = [
+        comm.Iallreduce(x, out, MPI.MAX),
+        comm.Ireduce(x, at_root, op=MPI.SUM, root=1),
+        comm.Ireduce_scatter_block(scattered, part),
+        comm.Ireduce_scatter_block(MPI.IN_PLACE, scattered),
+        comm.Ibcast(sent, root=2),
+        comm.Iallgather(x, all_of),
+        comm.Ibarrier(),
+    ]
+    done = MPI.Request.Waitall(requests)
+    return done, out, at_root, part, scattered[:2], sent, all_of, [bool(each) for each in requests]
+
+
+@case
+def nonblocking_with_derived_datatypes(MPI: Any, comm: Any) -> Any:
+    every_other = MPI.DOUBLE.Create_vector(3, 1, 2).Commit()
+    x = np.arange(5.0) + 10 * comm.rank
+    request = comm.Ibcast([x, 1, every_other], root=1)
+    request.Wait()
+    return x
+
+
+@case
+def one_request(MPI: Any, comm: Any) -> Any:
+    x = ramp(comm)
+    request = comm.Iallreduce(MPI.IN_PLACE, x)
+    was_active = bool(request), request == MPI.REQUEST_NULL
+    while not request.Test():
+        pass
+    again = request.Test(), request.Wait(), request.wait(), request.test(), request.Get_status()
+    again += (request.get_status(),)
+    lower = comm.Ibarrier()
+    found = lower.wait()
+    polled = comm.Ibarrier()
+    while not polled.test()[0]:
+        pass
+    looked = comm.Ibarrier()
+    while not looked.Get_status():
+        pass
+    is_there = bool(looked)
+    looked.Wait()
+    is_null = request == MPI.REQUEST_NULL, bool(request)
+    return x, was_active, again, found, is_there, is_null
+
+
+def some(comm: Any, MPI: Any) -> tuple[list[Any], list[Any]]:
+    arrays = [ramp(comm) + k for k in range(3)]
+    return arrays, [comm.Iallreduce(MPI.IN_PLACE, each) for each in arrays]
+
+
+@case
+def several_requests(MPI: Any, comm: Any) -> Any:
+    R = MPI.Request
+    found: list[Any] = []
+    arrays, requests = some(comm, MPI)
+    found += [sorted(R.Waitany(requests) for _ in range(3)), R.Waitany(requests), arrays]
+    arrays, requests = some(comm, MPI)
+    indices: list[int] = []
+    while (more := R.Waitsome(requests)) is not None:
+        indices += more
+    found += [sorted(indices), arrays]
+    arrays, requests = some(comm, MPI)
+    while not R.Testall(requests):
+        pass
+    found += [arrays]
+    arrays, requests = some(comm, MPI)
+    indices = []
+    while len(indices) < 3:
+        index, flag = R.Testany(requests)
+        indices += [index] if flag else []
+    found += [sorted(indices), R.Testany(requests), arrays]
+    arrays, requests = some(comm, MPI)
+    indices = []
+    while (more := R.Testsome(requests)) is not None:
+        indices += more
+    found += [sorted(indices), arrays]
+    return found
+
+
+@case
+def several_requests_with_messages(MPI: Any, comm: Any) -> Any:
+    R = MPI.Request
+    found: list[Any] = []
+    arrays, requests = some(comm, MPI)
+    found += [R.waitall(requests), arrays]
+    arrays, requests = some(comm, MPI)
+    answers = [R.waitany(requests) for _ in range(3)]
+    found += [sorted(index for index, _ in answers), [text for _, text in answers]]
+    found += [R.waitany(requests), arrays]
+    arrays, requests = some(comm, MPI)
+    while not (answer := R.testall(requests))[0]:
+        pass
+    found += [answer, arrays]
+    arrays, requests = some(comm, MPI)
+    count = 0
+    while count < 3:
+        count += R.testany(requests)[1]
+    found += [R.testany(requests), arrays]
+    return found
+
+
+@case
+def no_requests(MPI: Any, comm: Any) -> Any:
+    R, null = MPI.Request, [MPI.REQUEST_NULL]
+    return [
+        [R.Waitall(each), R.Waitany(each), R.Waitsome(each), R.Testall(each), R.Testany(each),
+         R.Testsome(each), R.waitall(each), R.waitany(each), R.testall(each), R.testany(each)]
+        for each in ([], null)
+    ]  # fmt: skip
+
+
+@case
+def requests_with_messages_of_mpi(MPI: Any, comm: Any) -> Any:
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x, got, total = np.array([comm.rank]), np.zeros(1, int), np.array([comm.rank])
+    plain = sys.modules["mpi4py.MPI"].COMM_WORLD
+    requests = [
+        plain.Irecv(got, before), comm.Iallreduce(MPI.IN_PLACE, total), plain.Isend(x, after)
+    ]  # fmt: skip
+    statuses: list[Any] = []
+    MPI.Request.Waitall(requests, statuses)
+    return got, total, len(statuses), statuses[0].source
+
+
+@case
+def error_of_a_request_that_is_none(MPI: Any, comm: Any) -> Any:
+    MPI.Request.Waitall([3])
+
+
+@case
+def persistent(MPI: Any, comm: Any) -> Any:
+    n = comm.size
+    x, out, at_root, part, all_of = ramp(comm, 2), *(np.zeros(2) for _ in range(3)), np.zeros(2 * n)
+    sent, scattered = ramp(comm), ramp(comm, 2 * n)
+    every_other = MPI.DOUBLE.Create_vector(3, 1, 2).Commit()
+    requests = [
+        comm.Allreduce_init(x, out, MPI.MIN),
+        comm.Reduce_init(x, at_root, op=MPI.SUM, root=1),
+        comm.Reduce_scatter_block_init(scattered, part, info=MPI.INFO_NULL),
+        comm.Bcast_init([sent, 1, every_other], 2),
+        comm.Allgather_init(x, all_of),
+        comm.Barrier_init(),
+    ]
+    found = []
+    for turn in range(3):
+        x += turn
+        scattered += 1
+        sent *= turn + 1
+        MPI.Prequest.Startall(requests)
+        MPI.Request.Waitall(requests)
+        found += [each.copy() for each in (out, at_root, part, sent, all_of)]
+    state = [bool(each) for each in requests]
+    for each in requests:
+        each.Free()
+    return found, state, [bool(each) for each in requests]
+
+
+@case
+def persistent_one_at_a_time(MPI: Any, comm: Any) -> Any:
+    x = ramp(comm)
+    request = comm.Allreduce_init(MPI.IN_PLACE, x)
+    before = request.Test(), request.Wait(), MPI.Request.Waitany([])
+    for _ in range(2):
+        request.Start()
+        while not request.Test():
+            pass
+    request.Free()
+    return before, x
