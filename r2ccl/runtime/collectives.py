@@ -202,6 +202,10 @@ class Collectives:
                     result = repeats.last.get(make, _miss)(x, out, rest)
                     if result is NotImplemented:
                         result = repeats.run_other(make, x, out, rest)
+                except BaseException:
+                    if host.local is not None:
+                        host.local.leave(make, x, out)
+                    raise
                 finally:
                     self._turn.release()
                 if result is not NotImplemented:
@@ -443,6 +447,8 @@ class Collectives:
         """
         self.require_free()
         self.require_seen()
+        if self.is_blocking:
+            raise self._concurrent()
         local = self._host.local
         if local is None:
             array = np.empty(shape, dtype)

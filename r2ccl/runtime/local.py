@@ -22,11 +22,11 @@ from r2ccl import kernels
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.dtypes import CODES, dtype_of
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument
-from r2ccl.runtime.arguments import Request
+from r2ccl.runtime.arguments import Request, allreduce
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.progress import describe, difference
-from r2ccl.runtime.repeats import Make, Repeats, is_copied
+from r2ccl.runtime.repeats import Make, Repeats, array_of, is_copied, is_placed
 from r2ccl.runtime.waits import Missing
 from r2ccl.schedule.chunks import Range
 from r2ccl.shm.local_call import LocalCall
@@ -135,6 +135,8 @@ class LocalCalls:
         if request.schedule is not None or not self.takes(signature):
             return None
         assert isinstance(source, Buffer)
+        if is_placed(request):
+            return self._run_placed(request, source)
         parts = _parts_of(request, self._engine.rank)
         call = self._group.prepare(signature, parts)
         x = source.array
@@ -143,6 +145,21 @@ class LocalCalls:
         self._guarded(
             self._group.run, call, x, output.array if isinstance(output, Buffer) else x[:0]
         )
+        return call
+
+    def _run_placed(self, request: Request, source: Buffer) -> LocalCall:
+        """Run an allgather of equal parts, and copy the parts to the places that this rank wants.
+
+        The other ranks may want other places, but the call must be the same on all ranks.
+        """
+        parts, output = request.parts, request.output
+        assert parts is not None
+        assert isinstance(output, Buffer)
+        call = self._group.prepare(request.signature)
+        together = np.empty(source.count * len(parts.outputs), source.array.dtype)
+        self._guarded(self._group.run, call, source.array, together)
+        for number, (first, end) in enumerate(parts.outputs):
+            output.array[first:end] = together[number * source.count :][: source.count]
         return call
 
     def collect(self, call: CallSignature, source: Array, output: Array) -> bool:
@@ -218,6 +235,11 @@ class LocalCalls:
         self.repeats.remember(make, x, out, rest, request, call, repeat_of)
         if self._has_ended:  # in another thread meanwhile
             self.repeats.forget()
+
+    def leave(self, make: Make, x: Any, out: Any) -> None:
+        """Take arrays back from the peers: a repeated call of ``make(x, out, ...)`` has failed."""
+        output = array_of(x if out is None else out) if make is allreduce else None
+        self._group.leave(output)
 
     def _proceed(self, call: LocalCall, x: Array, out: Array, result: int) -> None:
         """Continue a repeated call, which waits for a peer or differs from the call of a peer."""
@@ -300,6 +322,7 @@ def connect(
         control.setting.secret,
         attend=lambda resume, call: calls[0].attend(resume, call),
         on_exit=lambda index: control.report_exit(engine.context.members[index]),
+        has_ended=lambda: engine.error is not None,
         obstacle=obstacle,
         communicator=control.communicator_id,
     )

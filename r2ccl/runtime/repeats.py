@@ -75,11 +75,13 @@ class Repeats:
         """
         source, output, result = request.source, request.output, request.result
         uses_input, uses_output = source.owner is x, output is not None
-        array = _array_of(x) if uses_input else _NOTHING
-        target = _array_of(result) if uses_output else _NOTHING
+        array = array_of(x) if uses_input else _NOTHING
+        target = array_of(result) if uses_output else _NOTHING
         is_plain = type(array) is type(target) is np.ndarray and array.flags.c_contiguous
         is_new = uses_output and out is None and result is not x
-        if not is_plain or type(rest[0]) not in _FIXED or is_copied(request):
+        if not is_plain or type(rest[0]) not in _FIXED:
+            return
+        if is_copied(request) or is_placed(request):
             return
         if is_new and result is not target:
             return
@@ -104,7 +106,7 @@ class Repeats:
 
         Return its result, or NotImplemented if none is remembered. Errors: as the call.
         """
-        array, target = _array_of(x), _array_of(out)
+        array, target = array_of(x), array_of(out)
         found = self._by_key.get(_key(make, x, array, out, rest[0]))
         if found is None:
             return NotImplemented
@@ -198,7 +200,7 @@ def _form(array: Array, target: Array) -> bytes:
     return words.tobytes()
 
 
-def _array_of(x: Any) -> Any:
+def array_of(x: Any) -> Any:
     """Return a view of `x` as an array of NumPy if `x` is a tensor of torch; otherwise `x` itself.
 
     A tensor that NumPy cannot view, such as one on a GPU, is returned itself.
@@ -232,10 +234,22 @@ def is_copied(request: Request) -> bool:
     return request.signature.collective == Collective.ALLTOALLV and request.is_in_place
 
 
+def is_placed(request: Request) -> bool:
+    """Return whether the call is an allgather of equal parts to places that this rank has chosen.
+
+    `r2ccl.runtime.arguments.allgatherv` makes such a request only if the places are not those of an
+    allgather.
+    """
+    parts = request.parts
+    if parts is None or request.signature.collective != Collective.ALLGATHER:
+        return False
+    return len({end - first for first, end in parts.outputs}) == 1
+
+
 #: Maximum number of calls over the network that are remembered: each keeps the tables of its plan.
 _NPROGRAMS = 64
 _NOTHING = np.empty(0, np.uint8)
 #: Types of the first argument after the arrays, for calls that can be repeated.
 _FIXED = (int, tuple, ReduceOp)
 
-__all__ = ["Make", "NetworkRepeats", "Repeats", "is_copied"]
+__all__ = ["Make", "NetworkRepeats", "Repeats", "array_of", "is_copied", "is_placed"]

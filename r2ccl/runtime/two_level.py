@@ -472,6 +472,7 @@ def connect(
             control.setting.secret,
             attend=lambda resume, call: calls[0].attend(resume, call),
             on_exit=lambda index: control.report_exit(in_job[index]),
+            has_ended=lambda: engine.error is not None,
             obstacle=obstacle,
             communicator=control.communicator_id,
         )

@@ -48,7 +48,7 @@ from r2ccl.shm.layout import (
     WAITING,
     Loop,
 )
-from r2ccl.shm.places import begin_anew, has_input, place_of, publish_places
+from r2ccl.shm.places import begin_anew, has_input, have_stayed, place_of, publish_places
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, wait_for_all, write_header
 from r2ccl.shm.single_copy import reduce_share
 from r2ccl.shm.storing import choose, note_begin, note_end
@@ -104,6 +104,8 @@ def make_allreduce() -> Loop:
                     state[STEP] = _COLLECT
                 # Other ranks read this rank's input and write its output until they are done.
                 if not wait_for_all(state, address, DONE, first):
+                    return WAITING
+                if not have_stayed(state, address, range(nranks)):
                     return WAITING
                 state[LAST] = first
                 return FINISHED

@@ -63,7 +63,7 @@ from r2ccl.shm.layout import (
     WAITING,
     Loop,
 )
-from r2ccl.shm.places import begin_anew, has_input, place_of, publish_places
+from r2ccl.shm.places import begin_anew, has_input, have_stayed, place_of, publish_places
 from r2ccl.shm.rounds import begin, compare_headers, copy, fits, write_header
 from r2ccl.shm.single_copy import copy_inputs, reduce_inputs, reduce_share
 from r2ccl.shm.storing import choose, note_begin, note_end
@@ -152,6 +152,7 @@ def make_exchange() -> Loop:
                         copy_inputs(
                             state, senders, offset, target, target_step, nbytes, is_streamed
                         )
+                    stream_fence()
                     publish(base + DONE, first)
                     state[STEP] = _LINGER
                 if is_sender:
@@ -160,6 +161,8 @@ def make_exchange() -> Loop:
                         if peer != rank and not wait(state, address, word, first):
                             state[AWAITED] = peer
                             return WAITING
+                if (is_receiver or is_allreduce) and not have_stayed(state, address, senders):
+                    return WAITING
                 break
             if state[STEP] == _DEPOSIT:
                 ahead = index + 1

@@ -181,6 +181,7 @@ class LocalGroup:
         *,
         attend: Attend,
         on_exit: Callable[[int], None],
+        has_ended: Callable[[], bool],
         obstacle: str = "",
         connect_timeout_s: float = 20.0,
         communicator: bytes = bytes(COMMUNICATOR_ID_NBYTES),
@@ -202,6 +203,8 @@ class LocalGroup:
         on_exit : callable
             ``on_exit(index)`` is called, by a thread that waits in shared memory, if the process of
             rank ``ranks[index]`` has ended without closing its group. It must not raise.
+        has_ended : callable
+            ``has_ended()`` returns True if the communicator has ended.
         obstacle : str
             Reason why this rank cannot share memory; empty if the caller knows none.
         connect_timeout_s : float
@@ -243,7 +246,7 @@ class LocalGroup:
                 problem = str(exc)
 
         def make_symmetric(state: npt.NDArray[np.int64]) -> SymmetricMemory:
-            return SymmetricMemory(state, place, secret, connect_timeout_s)
+            return SymmetricMemory(state, place, secret, connect_timeout_s, has_ended)
 
         with ExitStack() as on_error, closing(SegmentListener(len(ranks))) as listener:
             if own is not None:
@@ -254,7 +257,9 @@ class LocalGroup:
             _check(offers, ranks, host)
             assert own is not None, "this rank has told its problem, and `_check` raises"
             names = [each.name for each in offers]
-            peers = pass_segments(own, place, listener, names, exchange, secret, connect_timeout_s)
+            peers = pass_segments(
+                own, place, listener, names, exchange, secret, connect_timeout_s, has_ended
+            )
             for peer in peers.values():
                 on_error.callback(peer.close)
             own.close_descriptor()
@@ -368,17 +373,22 @@ class LocalGroup:
         Exception
             Any error that `attend` raises.
         """
-        result = call.run(self._state, id(source) + DATA, id(output) + DATA, call.at, 0)
-        if result == CHANGED:
-            return False
-        if result:
-            self.proceed(call, source, output, result)
+        try:
+            result = call.run(self._state, id(source) + DATA, id(output) + DATA, call.at, 0)
+            if result == CHANGED:
+                return False
+            if result:
+                self.proceed(call, source, output, result)
+        except BaseException:
+            signature = CallSignature.unpack(int(call.words[layout.LOOP_SIGNATURE]) % _WORD)
+            self.leave(output if signature.collective == Collective.ALLREDUCE else None)
+            raise
         return True
 
     def proceed(self, call: LocalCall, source: Array, output: Array, result: int) -> None:
         """Continue a call whose loop returned `result`, until it has finished.
 
-        `result` is neither FINISHED nor CHANGED. Errors: as `run`.
+        `result` is neither FINISHED nor CHANGED. Errors: as `run`; the caller then calls `leave`.
         """
         signature = int(call.words[layout.LOOP_SIGNATURE]) % _WORD
 
@@ -390,12 +400,7 @@ class LocalGroup:
             return result != WAITING
 
         if result == WAITING:
-            try:
-                self._attend(resume, signature)
-            except BaseException:
-                if CallSignature.unpack(signature).collective == Collective.ALLREDUCE:
-                    self._withdraw(output)  # peers write to the output only in an allreduce
-                raise
+            self._attend(resume, signature)
         if result:
             raise self._differs(call, result, signature)
 
@@ -453,7 +458,16 @@ class LocalGroup:
             peer.close()
         self._own.close()
 
-    def _withdraw(self, output: Array) -> None:
+    def leave(self, output: Array | None) -> None:
+        """Take this rank's arrays back from the peers, because a call raises an error.
+
+        A peer that has read one of these arrays directly does not finish its call. `output` is the
+        output of an allreduce, to which peers do not write any more; None: of another call.
+        """
+        self._own.words[layout.LEFT // 8] = 1
+        self.wake()
+        if output is None:
+            return
         try:
             self.symmetric.withdraw(output)
         except OSError as exc:

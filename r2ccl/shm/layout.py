@@ -17,6 +17,8 @@ LINE_NBYTES = 128
 #: Segments are mapped at multiples of this. POSTED and DONE are smaller, so the address of such a
 #: word, rounded down, is that of its segment.
 PAGE_NBYTES = 4096
+#: Largest page size of the hosts that Linux runs on, in bytes.
+MOST_PAGE_NBYTES = 1 << 16
 
 # Offsets in a segment, in bytes.
 
@@ -36,6 +38,8 @@ DONE = 2 * LINE_NBYTES
 WAITERS = LINE_NBYTES
 #: 1 + the number of the CPU on which the owner was during its last long wait; 0: none yet.
 CPU = 9 * LINE_NBYTES
+#: 1 after a call of the owner has raised an error: the owner may change its arrays at any time.
+LEFT = 10 * LINE_NBYTES
 #: Mutex that the owner holds as long as it uses the segment: a ``pthread_mutex_t``, of 40 or 48
 #: bytes, and a flag. See `r2ccl.shm.robust_mutex`.
 MUTEX = 11 * LINE_NBYTES
@@ -55,7 +59,8 @@ RESULTS = SLOTS + NSLOTS * SLOT_NBYTES
 #: Bytes that only the owner uses: a block of a result.
 SCRATCH = RESULTS + NRESULTS * SLOT_NBYTES
 SCRATCH_NBYTES = 1 << 13
-SEGMENT_NBYTES = SCRATCH + SCRATCH_NBYTES
+#: A multiple of the page size of any host, because the part for messages is mapped separately.
+SEGMENT_NBYTES = (SCRATCH + SCRATCH_NBYTES + MOST_PAGE_NBYTES - 1) & -MOST_PAGE_NBYTES
 
 assert LENGTHS + 2 * 8 * MAX_NRANKS <= SLOTS
 
@@ -178,6 +183,7 @@ __all__ = [
     "INPUTS",
     "IS_PAST_CACHES",
     "LAST",
+    "LEFT",
     "LENGTHS",
     "LINE_NBYTES",
     "LOOP_CACHED_NS",
@@ -197,6 +203,7 @@ __all__ = [
     "MAX_NRANKS",
     "MISSES",
     "MODE",
+    "MOST_PAGE_NBYTES",
     "MUTEX",
     "NCALLS",
     "NRANKS",

@@ -13,7 +13,7 @@ words, then `PEER_NWORDS` words per rank.
 
 from __future__ import annotations
 
-from r2ccl.shm.layout import LINE_NBYTES, MAX_NRANKS, PAGE_NBYTES
+from r2ccl.shm.layout import LINE_NBYTES, MAX_NRANKS, MOST_PAGE_NBYTES
 from r2ccl.types import EnvelopeKind
 
 # Offsets in the memory, in bytes. `WAITERS` bytes after the bell is the number of sleeping threads
@@ -44,7 +44,7 @@ def ring_nbytes(nranks: int) -> int:
 
 def rings_at(nranks: int) -> int:
     """Return the offset in bytes of the first ring in the memory of a rank."""
-    return (PEERS + nranks * PEER_NBYTES + PAGE_NBYTES - 1) & -PAGE_NBYTES
+    return (PEERS + nranks * PEER_NBYTES + MOST_PAGE_NBYTES - 1) & -MOST_PAGE_NBYTES
 
 
 def memory_nbytes(nranks: int) -> int:

@@ -10,11 +10,14 @@ pass the descriptors of their segments.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,6 +45,8 @@ _CREDENTIALS = struct.Struct("iII")
 #: Time limit in seconds of each send and receive on an accepted connection, because any process may
 #: connect.
 _HANDSHAKE_S = 5.0
+#: Interval in seconds at which a wait checks whether the communicator has ended.
+_LOOK_S = 0.02
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -55,6 +60,41 @@ class Place(msgspec.Struct, frozen=True):
     ranks: Sequence[int]
     index: int
     communicator: bytes
+
+
+class Wait(NamedTuple):
+    """Limit of the waits for other ranks.
+
+    Attributes
+    ----------
+    until_s : float
+        Time, on the clock of the library, at which they end.
+    has_ended : callable
+        ``has_ended()`` returns True if the communicator has ended, so that no rank may answer.
+    """
+
+    until_s: float
+    has_ended: Callable[[], bool]
+
+    def until_readable(self, sock: socket.socket) -> None:
+        """Wait until `sock` has data or a connection, or its peer has closed it.
+
+        Raises
+        ------
+        OSError
+            If the time is over (TimeoutError), or the communicator has ended.
+        """
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        while not poll.poll(1000 * _LOOK_S):
+            if self.has_ended():
+                raise OSError(errno.ECANCELED, "the communicator has ended")
+            if monotonic() >= self.until_s:
+                raise TimeoutError(errno.ETIMEDOUT, "another rank did not answer in time")
+
+    def within(self, timeout_s: float) -> Wait:
+        """Return the same limit, but at most `timeout_s` seconds from now."""
+        return self._replace(until_s=min(self.until_s, monotonic() + timeout_s))
 
 
 class SegmentListener:
@@ -84,16 +124,16 @@ class SegmentListener:
         except OSError as exc:
             self.problem = describe_os_error(exc)
 
-    def accept(self, until_s: float) -> socket.socket:
+    def accept(self, wait: Wait) -> socket.socket:
         """Return the next connection.
 
         Raises
         ------
         OSError
-            If there is none until the clock of the library shows `until_s` (TimeoutError).
+            As `Wait.until_readable`.
         """
         assert self._socket is not None, "the socket cannot be used"
-        self._socket.settimeout(max(0.001, until_s - monotonic()))
+        wait.until_readable(self._socket)
         return self._socket.accept()[0]
 
     def close(self) -> None:
@@ -110,6 +150,7 @@ def pass_segments(
     exchange: AllgatherBytes,
     secret: Secret,
     timeout_s: float,
+    has_ended: Callable[[], bool],
 ) -> dict[int, Segment]:
     """Pass this rank's segment to all other ranks of the host, and map the segments of these ranks.
 
@@ -127,7 +168,9 @@ def pass_segments(
         `RESULT_NBYTES` bytes.
     secret : Secret
     timeout_s : float
-        Seconds to wait for each answer of a lower rank, and for all higher ranks together.
+        Seconds to wait for each lower rank, and for all higher ranks together.
+    has_ended : callable
+        ``has_ended()`` returns True if the communicator has ended; then this rank waits no longer.
 
     Returns
     -------
@@ -146,11 +189,12 @@ def pass_segments(
     found: dict[int, Segment] = {}
     problem = listener.problem
     if not problem:
-        until_s = monotonic() + timeout_s
+        whole = Wait(monotonic() + timeout_s, has_ended)
         try:
             for index in range(place.index):
-                found[index] = _dial(names[index], index, own, place, secret, timeout_s)
-            _accept_all(listener, found, own, place, secret, until_s)
+                each = Wait(monotonic() + timeout_s, has_ended)
+                found[index] = _dial(names[index], index, own, place, secret, each)
+            _accept_all(listener, found, own, place, secret, whole)
         except (OSError, HandshakeRejected, TransportError) as exc:
             problem = describe_os_error(exc)
     if problem:
@@ -168,17 +212,17 @@ def pass_segments(
 
 
 def _dial(
-    name: bytes, index: int, own: Segment, place: Place, secret: Secret, timeout_s: float
+    name: bytes, index: int, own: Segment, place: Place, secret: Secret, wait: Wait
 ) -> Segment:
     claim = Claim(Purpose.SEGMENT, place.communicator, place.index, index)
     dialer = Dialer(secret, claim, secrets.token_bytes(NONCE_NBYTES))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
-        connection.settimeout(timeout_s)
+        connection.settimeout(_HANDSHAKE_S)
         connection.connect(_abstract(name))
         _check_process(connection)
-        connection.sendall(dialer.prove(_receive(connection, OPENING_NBYTES)))
-        dialer.confirm(_receive(connection, ANSWER_NBYTES))
-        return _swap(connection, own)
+        connection.sendall(dialer.prove(_receive(connection, OPENING_NBYTES, wait)))
+        dialer.confirm(_receive(connection, ANSWER_NBYTES, wait))
+        return _swap(connection, own, wait)
 
 
 def _accept_all(
@@ -187,7 +231,7 @@ def _accept_all(
     own: Segment,
     place: Place,
     secret: Secret,
-    until_s: float,
+    wait: Wait,
 ) -> None:
     """Accept the connections of all higher ranks, and store their segments in `found`.
 
@@ -195,25 +239,27 @@ def _accept_all(
     """
     missing = set(range(place.index + 1, len(place.ranks)))
     while missing:
-        with listener.accept(until_s) as connection:
-            connection.settimeout(max(0.001, min(_HANDSHAKE_S, until_s - monotonic())))
+        with listener.accept(wait) as connection:
+            connection.settimeout(_HANDSHAKE_S)
+            each = wait.within(_HANDSHAKE_S)
             try:
                 _check_process(connection)
                 acceptor = Acceptor(secret, secrets.token_bytes(NONCE_NBYTES))
                 connection.sendall(acceptor.opening())
-                claim = acceptor.verify(_receive(connection, PROOF_NBYTES))
+                claim = acceptor.verify(_receive(connection, PROOF_NBYTES, each))
                 wanted = Claim(Purpose.SEGMENT, place.communicator, claim.src, place.index)
                 if claim != wanted or claim.src not in missing:
                     continue
                 connection.sendall(acceptor.answer())
-                found[claim.src] = _swap(connection, own)
+                found[claim.src] = _swap(connection, own, each)
                 missing.discard(claim.src)
             except (HandshakeRejected, OSError):
                 continue
 
 
-def _swap(connection: socket.socket, own: Segment) -> Segment:
+def _swap(connection: socket.socket, own: Segment, wait: Wait) -> Segment:
     socket.send_fds(connection, [b"s"], [own.descriptor])
+    wait.until_readable(connection)
     message, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if message != b"s" or len(descriptors) != 1:
         for each in descriptors:
@@ -237,9 +283,10 @@ def _check_process(connection: socket.socket) -> None:
         raise HandshakeRejected("a peer runs in another PID namespace")
 
 
-def _receive(connection: socket.socket, nbytes: int) -> bytes:
+def _receive(connection: socket.socket, nbytes: int, wait: Wait) -> bytes:
     received = b""
     while len(received) < nbytes:
+        wait.until_readable(connection)
         some = connection.recv(nbytes - len(received))
         if not some:
             raise HandshakeRejected("a peer closed the connection")

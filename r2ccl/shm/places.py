@@ -14,11 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 from r2ccl.kernels.compiling import inlined
-from r2ccl.shm.atomics import load_acquire, store_release, words_at
+from r2ccl.shm.atomics import fence, load_acquire, store_release, words_at
 from r2ccl.shm.layout import (
+    AWAITED,
     BASES,
+    DONE,
     INPUTS,
     LAST,
+    LEFT,
     MODE,
     NCALLS,
     NRANKS,
@@ -32,9 +35,12 @@ from r2ccl.shm.layout import (
     SYMMETRIC,
 )
 from r2ccl.shm.rounds import begin
+from r2ccl.shm.waiting import wait
 
 _OFFSET_BITS = 44
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
+#: Number of a round that no call reaches.
+_NEVER = (1 << 63) - 1
 
 
 @inlined
@@ -89,6 +95,22 @@ def has_input(state: Any, peer: Any) -> Any:
 
 
 @inlined
+def have_stayed(state: Any, address: Any, peers: Any) -> Any:
+    """Return whether the ranks in the range `peers` have kept their arrays for a direct access.
+
+    Call it after the access. If a rank has left the call with an error, it may have changed its
+    arrays before they were read: then sleep, store the rank in AWAITED, and return False.
+    """
+    fence()
+    for peer in peers:
+        if load_acquire(state[BASES + peer] + LEFT) != 0:
+            state[AWAITED] = peer
+            wait(state, address, state[BASES + peer] + DONE, _NEVER)
+            return False
+    return True
+
+
+@inlined
 def begin_anew(state: Any, total: Any) -> None:
     """End the round in which the headers were compared; begin the call again, through slots.
 
@@ -110,6 +132,7 @@ def _address_of(state: Any, peer: Any, offset: Any) -> Any:
 __all__ = [
     "begin_anew",
     "has_input",
+    "have_stayed",
     "input_of",
     "output_of",
     "place_of",

@@ -68,15 +68,23 @@ class SymmetricMemory:
         Secret of the job.
     timeout_s : float
         Time limit in seconds of `r2ccl.shm.passing.pass_segments`, which `allocate` calls.
+    has_ended : callable
+        ``has_ended()`` returns True if the communicator has ended.
     """
 
     def __init__(
-        self, state: npt.NDArray[np.int64], place: Place, secret: Secret, timeout_s: float
+        self,
+        state: npt.NDArray[np.int64],
+        place: Place,
+        secret: Secret,
+        timeout_s: float,
+        has_ended: Callable[[], bool],
     ) -> None:
         self._state = state
         self._place = place
         self._secret = secret
         self._timeout_s = timeout_s
+        self._has_ended = has_ended
         self._shared: dict[int, _Shared] = {}
         self._publish()
 
@@ -120,7 +128,14 @@ class SymmetricMemory:
             on_error.callback(own.close)
             names = exchange(listener.name)
             peers = pass_segments(
-                own, self._place, listener, names, exchange, self._secret, self._timeout_s
+                own,
+                self._place,
+                listener,
+                names,
+                exchange,
+                self._secret,
+                self._timeout_s,
+                self._has_ended,
             )
             on_error.pop_all()
         own.release()

@@ -182,10 +182,12 @@ def make_wake_all() -> Callable[[int], int]:
 
     Its argument is the address of this rank's state (`r2ccl.shm.layout`). It wakes all threads, of
     all ranks of the group, that sleep in a collective. A collective whose peer has not advanced
-    then returns WAITING.
+    then returns WAITING. Earlier stores of this thread become visible to the peers before later
+    ones.
     """
 
     def wake_all(address: Any) -> int:
+        fence()
         state = words_at(address)
         for peer in range(state[NRANKS]):
             futex_wake(state[BASES + peer] + POSTED)

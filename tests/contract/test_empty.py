@@ -45,6 +45,25 @@ def test_a_slice_of_the_matrix_is_exact(every: int) -> None:
     assert [wrong for _, wrong in found] == [[]] * 3
 
 
+def test_peers_cannot_write_after_control_c_in_a_repeated_call() -> None:
+    assert run(programs.interrupted, 2) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_equal_parts_may_have_other_places_on_each_rank(nranks: int) -> None:
+    assert run(programs.placed, nranks) == [[True] * 8] * nranks
+
+
+def test_empty_in_another_thread_leaves_the_running_call_alone() -> None:
+    assert run(programs.empty_beside_a_call, 2) == [("ConcurrentCalls", 2.0)] * 2
+
+
+def test_survivors_of_an_allocation_do_not_wait_for_the_dead() -> None:
+    found = survivors(programs.killed_in_an_allocation, 3, [[2]], timeout_s=TIMEOUT_S)
+    assert len(found) == 2
+    assert all(seconds < 5.0 for seconds in found.values())
+
+
 def test_views_outlive_the_communicator() -> None:
     assert run(programs.kept, 2) == [(2.0, 0)] * 2
 

@@ -16,7 +16,8 @@ from support import matrix_programs
 from support.raising import raises
 
 import r2ccl
-from r2ccl.shm import layout
+from r2ccl.runtime import arguments
+from r2ccl.shm import layout, symmetric
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -189,6 +190,100 @@ def revoked() -> tuple[str, bool]:
             inner = x[1000:-1000]
             return type(exc).__name__, bool((inner == 0).all())
     return "it ran", False
+
+
+def interrupted() -> tuple[bool, bool]:
+    """Press Ctrl-C in a repeated allreduce; return whether it came, and whether the array is kept.
+
+    The last rank writes to the output of rank 0 afterwards, as it would in the call.
+    """
+    with r2ccl.init() as comm:
+        x = comm.empty(1 << 16)
+        for _ in range(3):
+            x[:] = 5
+            comm.allreduce(x)
+        host = comm._participant.on_host
+        comm.barrier()
+        if comm.rank:
+            while comm._engine.error is None:
+                time.sleep(0.001)
+            time.sleep(0.5)
+            host.local._group.symmetric._shared[0].peers[0].data[:] = 1  # type: ignore[union-attr]
+            return True, True
+
+        def repeat(x: Any, out: Any, rest: Any) -> Any:
+            raise KeyboardInterrupt  # as a signal that is handled when compiled code returns
+
+        host.repeats.last[arguments.allreduce] = repeat
+        try:
+            comm.allreduce(x)
+        except KeyboardInterrupt:
+            x[:] = 7777
+            time.sleep(1.0)
+            return True, bool((x == 7777).all())
+    return False, False
+
+
+def placed() -> list[bool]:
+    """Gather equal parts, in places that differ between the ranks; return whether it is right."""
+    found = []
+    with r2ccl.init() as comm:
+        n, rank = comm.nranks, comm.rank
+        for count in (3, 5000):
+            mine = comm.empty(count, np.int64)
+            for number in range(4):
+                mine[:] = 10 * number + rank
+                out = np.full(n * count, -1)
+                order = range(n) if rank == 0 or number == 0 else range(n - 1, -1, -1)
+                displs = [count * at for at in order]
+                comm.allgatherv(mine, out, counts=[count] * n, displs=displs if rank else None)
+                wanted = np.repeat([10 * number + each for each in order], count)
+                found.append(bool((out == wanted).all()))
+    return found
+
+
+def empty_beside_a_call() -> tuple[str, float]:
+    """Call `empty` in a thread while a call runs; return its error, and the result of the call."""
+    said: list[str] = []
+    with r2ccl.init() as comm:
+        x = np.ones(4)
+        comm.barrier()
+
+        def ask() -> None:
+            time.sleep(0.2)
+            with raises(r2ccl.ConcurrentCalls):
+                comm.empty(10)
+            said.append("refused")
+
+        if comm.rank == 0:
+            asking = threading.Thread(target=ask)
+            asking.start()
+        else:
+            time.sleep(0.6)
+        comm.allreduce(x)
+        if comm.rank == 0:
+            asking.join()
+        return "ConcurrentCalls" if said or comm.rank else "", float(x[0])
+
+
+def killed_in_an_allocation() -> float:
+    """Kill the last rank before it passes its segment; return how long another rank waits."""
+    comm = r2ccl.init()
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if comm.rank == comm.nranks - 1:
+        symmetric.pass_segments = die  # type: ignore[assignment]
+    comm.barrier()
+    begun_s = time.monotonic()
+    try:
+        comm.empty(1000)
+    except r2ccl.R2cclError:
+        return time.monotonic() - begun_s
+    finally:
+        comm.abort()
+    return 1e9
 
 
 def survived(victim: int) -> tuple[str, list[float]]:

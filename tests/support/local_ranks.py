@@ -63,7 +63,7 @@ class Host:
         ranks = range(FIRST_RANK, FIRST_RANK + self.nranks)
         return LocalGroup.connect(
             ranks, self.index, self.exchange, secret, attend=attend or _attend, on_exit=on_exit,
-            connect_timeout_s=20.0 if secret is _SECRET else 1.0,
+            has_ended=lambda: False, connect_timeout_s=20.0 if secret is _SECRET else 1.0,
         )  # fmt: skip
 
 

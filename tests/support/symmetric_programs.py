@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.shm import layout, symmetric
 from r2ccl.shm.group import LocalCall, LocalGroup
+from r2ccl.shm.layout import FINISHED
 from r2ccl.shm.segment import Segment
-from r2ccl.types import Collective, ReduceOp
+from r2ccl.types import CallSignature, Collective, ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _F32 = CODES[np.dtype(np.float32)]
@@ -213,3 +215,70 @@ def fail(host: Host, what: str) -> list[str]:
 
 def _count_mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:r2ccl")
+
+
+def leave(host: Host, which: str) -> list[str]:
+    """Rank 1 leaves a call, as after an error, before rank 0 has finished it; return what they do.
+
+    Rank 0 may have read what rank 1 has written into its array since.
+    """
+    said = []
+
+    def attend(resume: Callable[[], bool], call: int) -> None:
+        until_s = time.monotonic() + 0.3
+        while not resume():
+            if time.monotonic() > until_s:
+                raise TimeoutError
+
+    group = host.connect(attend=attend)
+    array = allocate(group, host, 1 << 20).view(np.float32)
+    array[:] = 1
+    out = np.zeros_like(array)
+    host.exchange(b"x")
+    if host.index == 1:
+        group.leave(None)
+    kind = Collective[which]
+    try:
+        local_programs.call(
+            group, kind, array, array if which == "ALLREDUCE" else out, _F32, array.size,
+            root=1 if which == "BROADCAST" else 0,
+        )  # fmt: skip
+    except TimeoutError:
+        said.append("left")
+    else:
+        said.append("finished")
+    host.exchange(b"x")
+    group.close()
+    return said
+
+
+def interrupt(host: Host) -> bool:
+    """Ctrl-C ends an allreduce on rank 0 in compiled code; return whether its array stays as it is.
+
+    Rank 1 continues the call afterwards.
+    """
+    group = host.connect()
+    array = allocate(group, host, 1 << 20).view(np.float32)
+    array[:] = 1
+    call = group.prepare(CallSignature(Collective.ALLREDUCE, _F32, ReduceOp.SUM, array.size))
+    host.exchange(b"x")
+    if host.index:
+        host.exchange(b"x")
+        peer = group.symmetric._shared[0].peers[0]
+        peer.data[:] = 1  # as the rest of the call would
+        host.exchange(b"x")
+        group.close()
+        return True
+
+    def run(*given: int) -> int:
+        assert call.run(*given) != FINISHED
+        raise KeyboardInterrupt
+
+    try:
+        group.run(call._replace(run=run), array, array)
+    except KeyboardInterrupt:
+        array[:] = 7777
+    host.exchange(b"x")
+    host.exchange(b"x")
+    group.close()
+    return bool((array == 7777).all())

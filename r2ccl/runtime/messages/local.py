@@ -258,11 +258,13 @@ class LocalMessages:
 
     def poll(self) -> None:
         """Move messages once, unless another thread does; called by the owner of the data loop."""
-        if self.is_below or not self._lock.acquire(blocking=False):
+        if self.is_below:
             self._is_quiet = False  # a direct call looks at the rings of its own peers only
             return
         try:
-            if not self._has_ended:
+            if not self._lock.acquire(blocking=False):
+                self._is_quiet = False
+            elif not self._has_ended:
                 self.driver.advance(False)
         finally:
             self._release()
@@ -345,11 +347,11 @@ class LocalMessages:
         self, key: tuple[int, ...], made: tuple[DirectCall, Message | None], x: Any, out: Any
     ) -> Outcome:
         lock, (call, message) = self._lock, made
-        if lock._is_owned() or not lock.acquire(False):  # type: ignore[attr-defined]
+        if lock._is_owned():  # type: ignore[attr-defined]
             return NOT_RUN
         try:
             try:
-                if not self._is_quiet or self._has_ended:
+                if not lock.acquire(False) or not self._is_quiet or self._has_ended:
                     return NOT_RUN
                 result = self._direct(call.at, id(x) + _DATA, id(out) + _DATA)
                 if result == FINISHED:
@@ -363,7 +365,8 @@ class LocalMessages:
                     self._prepared[key] = call, message
                 return message
             finally:
-                lock.release()
+                if lock._is_owned():  # type: ignore[attr-defined]
+                    lock.release()
         except BaseException as exc:
             raise self._failed(exc) from None
 

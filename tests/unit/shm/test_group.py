@@ -20,7 +20,6 @@ from r2ccl.errors import TransportError
 from r2ccl.shm import group as group_module
 from r2ccl.shm import passing
 from r2ccl.shm.group import LocalGroup
-from r2ccl.shm.layout import WAITING
 from r2ccl.shm.storing import LEAST_NBYTES
 from r2ccl.shm.symmetric import SymmetricMemory
 from r2ccl.types import CallSignature, Collective, ReduceOp
@@ -148,7 +147,13 @@ def _nothing(*_):
 
 def _connect(exchange):
     return LocalGroup.connect(
-        [0], 0, exchange, Secret(b"s" * 32), attend=_nothing, on_exit=_nothing
+        [0],
+        0,
+        exchange,
+        Secret(b"s" * 32),
+        attend=_nothing,
+        on_exit=_nothing,
+        has_ended=lambda: False,
     )
 
 
@@ -217,7 +222,7 @@ def test_an_interrupted_allocation_leaves_nothing_open(nexchanges):
 
 
 def test_an_output_that_stays_shared_is_logged_beside_the_error(caplog):
-    def attend(resume, call):
+    def run(*_):
         raise TimeoutError("a peer is late")
 
     def withdraw(output):
@@ -226,9 +231,10 @@ def test_an_output_that_stays_shared_is_logged_beside_the_error(caplog):
     x = np.ones(2)
     call = CallSignature(Collective.ALLREDUCE, CODES[x.dtype], ReduceOp.SUM, x.size)
     group = LocalGroup.__new__(LocalGroup)
-    group._attend, group.symmetric = attend, SimpleNamespace(withdraw=withdraw)
+    group.symmetric, group._own = SimpleNamespace(withdraw=withdraw), SimpleNamespace(words={})
     group._place, group.rank = SimpleNamespace(ranks=(3, 7)), 1
+    group._state, group._wake_all = 0, lambda state: 0
     caplog.set_level(logging.WARNING)
     with pytest.raises(TimeoutError, match="a peer is late"):
-        group.proceed(SimpleNamespace(words=[0, call.pack()]), x, x, WAITING)
+        group.run(SimpleNamespace(run=run, at=0, words=[0, call.pack()]), x, x)
     assert "rank 7: other ranks may still write to the output" in caplog.text

@@ -22,7 +22,7 @@ def segment():
 
 
 def test_size_of_a_segment_cannot_change(segment):
-    for nbytes in (0, 2 * SEGMENT_NBYTES):
+    for nbytes in (0, 4 * SEGMENT_NBYTES):
         with pytest.raises(PermissionError):
             os.ftruncate(segment.descriptor, nbytes)
 

@@ -72,3 +72,12 @@ def test_arrays_have_no_name_and_no_descriptor():
 def test_failed_allocations_fail_on_all_ranks(what, text):
     for (said,) in _run(3, "fail", what):
         assert re.search(text, said), said
+
+
+@pytest.mark.parametrize("which", ["ALLREDUCE", "REDUCE", "BROADCAST"])
+def test_no_call_finishes_with_the_array_of_a_rank_that_left(which):
+    assert _run(2, "leave", which)[0] == ["left"]
+
+
+def test_peers_cannot_write_after_control_c_in_compiled_code():
+    assert _run(2, "interrupt") == [True, True]
