@@ -62,7 +62,7 @@ class Place(msgspec.Struct, frozen=True):
     communicator: bytes
 
 
-class Wait(NamedTuple):
+class Deadline(NamedTuple):
     """Limit of the waits for other ranks.
 
     Attributes
@@ -90,9 +90,9 @@ class Wait(NamedTuple):
             if self.has_ended():
                 raise OSError(errno.ECANCELED, "the communicator has ended")
             if monotonic() >= self.until_s:
-                raise TimeoutError(errno.ETIMEDOUT, "another rank did not answer in time")
+                raise OSError(errno.ETIMEDOUT, "another rank did not answer in time")
 
-    def within(self, timeout_s: float) -> Wait:
+    def within(self, timeout_s: float) -> Deadline:
         """Return the same limit, but at most `timeout_s` seconds from now."""
         return self._replace(until_s=min(self.until_s, monotonic() + timeout_s))
 
@@ -124,16 +124,16 @@ class SegmentListener:
         except OSError as exc:
             self.problem = describe_os_error(exc)
 
-    def accept(self, wait: Wait) -> socket.socket:
+    def accept(self, deadline: Deadline) -> socket.socket:
         """Return the next connection.
 
         Raises
         ------
         OSError
-            As `Wait.until_readable`.
+            As `Deadline.until_readable`.
         """
         assert self._socket is not None, "the socket cannot be used"
-        wait.until_readable(self._socket)
+        deadline.until_readable(self._socket)
         return self._socket.accept()[0]
 
     def close(self) -> None:
@@ -189,10 +189,10 @@ def pass_segments(
     found: dict[int, Segment] = {}
     problem = listener.problem
     if not problem:
-        whole = Wait(monotonic() + timeout_s, has_ended)
+        whole = Deadline(monotonic() + timeout_s, has_ended)
         try:
             for index in range(place.index):
-                each = Wait(monotonic() + timeout_s, has_ended)
+                each = Deadline(monotonic() + timeout_s, has_ended)
                 found[index] = _dial(names[index], index, own, place, secret, each)
             _accept_all(listener, found, own, place, secret, whole)
         except (OSError, HandshakeRejected, TransportError) as exc:
@@ -212,7 +212,7 @@ def pass_segments(
 
 
 def _dial(
-    name: bytes, index: int, own: Segment, place: Place, secret: Secret, wait: Wait
+    name: bytes, index: int, own: Segment, place: Place, secret: Secret, deadline: Deadline
 ) -> Segment:
     claim = Claim(Purpose.SEGMENT, place.communicator, place.index, index)
     dialer = Dialer(secret, claim, secrets.token_bytes(NONCE_NBYTES))
@@ -220,9 +220,9 @@ def _dial(
         connection.settimeout(_HANDSHAKE_S)
         connection.connect(_abstract(name))
         _check_process(connection)
-        connection.sendall(dialer.prove(_receive(connection, OPENING_NBYTES, wait)))
-        dialer.confirm(_receive(connection, ANSWER_NBYTES, wait))
-        return _swap(connection, own, wait)
+        connection.sendall(dialer.prove(_receive(connection, OPENING_NBYTES, deadline)))
+        dialer.confirm(_receive(connection, ANSWER_NBYTES, deadline))
+        return _swap(connection, own, deadline)
 
 
 def _accept_all(
@@ -231,7 +231,7 @@ def _accept_all(
     own: Segment,
     place: Place,
     secret: Secret,
-    wait: Wait,
+    deadline: Deadline,
 ) -> None:
     """Accept the connections of all higher ranks, and store their segments in `found`.
 
@@ -239,9 +239,9 @@ def _accept_all(
     """
     missing = set(range(place.index + 1, len(place.ranks)))
     while missing:
-        with listener.accept(wait) as connection:
+        with listener.accept(deadline) as connection:
             connection.settimeout(_HANDSHAKE_S)
-            each = wait.within(_HANDSHAKE_S)
+            each = deadline.within(_HANDSHAKE_S)
             try:
                 _check_process(connection)
                 acceptor = Acceptor(secret, secrets.token_bytes(NONCE_NBYTES))
@@ -257,9 +257,9 @@ def _accept_all(
                 continue
 
 
-def _swap(connection: socket.socket, own: Segment, wait: Wait) -> Segment:
+def _swap(connection: socket.socket, own: Segment, deadline: Deadline) -> Segment:
     socket.send_fds(connection, [b"s"], [own.descriptor])
-    wait.until_readable(connection)
+    deadline.until_readable(connection)
     message, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if message != b"s" or len(descriptors) != 1:
         for each in descriptors:
@@ -283,10 +283,10 @@ def _check_process(connection: socket.socket) -> None:
         raise HandshakeRejected("a peer runs in another PID namespace")
 
 
-def _receive(connection: socket.socket, nbytes: int, wait: Wait) -> bytes:
+def _receive(connection: socket.socket, nbytes: int, deadline: Deadline) -> bytes:
     received = b""
     while len(received) < nbytes:
-        wait.until_readable(connection)
+        deadline.until_readable(connection)
         some = connection.recv(nbytes - len(received))
         if not some:
             raise HandshakeRejected("a peer closed the connection")
