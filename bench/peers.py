@@ -6,7 +6,7 @@ measures every library at every size, one after the other. The first library cha
 round, so that a slow moment of the machine affects all of them. The time of a round is that of a
 loop of back-to-back calls, divided by their number, on the slowest rank; the number is chosen per
 library and size so that all loops take about the same time. A row is the median over rounds. The
-ratio is the time of r2ccl over TCP divided by the peer's: below 1, r2ccl is faster.
+ratio is the time of r2ccl over the same transport divided by the peer's: below 1, r2ccl is faster.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from r2ccl.cli.values import format_size, parse_counts, parse_sizes
 
 _SIZES = "256,4K,64K,1M,4M,16M,64M"
 _LIBRARIES = (R2CCL, LOCAL, GLOO, MPICH_TCP, OPENMPI_TCP, MPICH)
+_OWN = (R2CCL, LOCAL)
 
 Samples = dict[tuple[Library, int], list[float]]
 Row = dict[str, Any]
@@ -98,7 +99,8 @@ def rows_of(samples: Samples, collective: str, nranks: int) -> list[Row]:
         samples.items(), key=lambda item: (item[0][1], _LIBRARIES.index(item[0][0]))
     ):
         stats = Stats.of(seconds)
-        ours = samples.get((R2CCL, nbytes))
+        own = LOCAL if library.transport == LOCAL.transport else R2CCL
+        ours = None if library is own else samples.get((own, nbytes))
         rows.append(
             {
                 "collective": collective,
@@ -124,22 +126,22 @@ def table_of(rows: list[Row], collective: str, nranks: int) -> Table:
     ]
     table = Table(
         title=f"{collective}, float32, {nranks} ranks: µs, median (quartiles); "
-        "ratio = r2ccl's time / the peer's"
+        "ratio = r2ccl's time over the same transport / the peer's"
     )
     table.add_column("size", justify="right")
     for library in libraries:
         table.add_column(f"{library.name} ({library.transport})", justify="right")
-        if library is not R2CCL:
+        if library not in _OWN:
             table.add_column("ratio", justify="right")
     for nbytes in sorted({r["nbytes"] for r in rows}):
         cells = [format_size(nbytes)]
         for library in libraries:
             row = by_key.get((nbytes, library.name, library.transport))
             if row is None:
-                cells += ["failed"] if library is R2CCL else ["failed", "-"]
+                cells += ["failed"] if library in _OWN else ["failed", "-"]
                 continue
             cells.append(f"{row['median_us']:,.1f} ({row['low_us']:,.1f}-{row['high_us']:,.1f})")
-            if library is not R2CCL:
+            if library not in _OWN:
                 cells.append("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
         table.add_row(*cells)
     return table
