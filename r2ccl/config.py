@@ -275,12 +275,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                         values[field.name] = msgspec.convert(
                             env[variable], field.type, strict=False
                         )
-                    except msgspec.ValidationError as exc:
+                    except msgspec.ValidationError:
                         allowed = _number_like(field, env[variable])
                         raise InvalidArgument(
                             f"{variable}={env[variable]!r}: allowed is {allowed}; see the page "
                             "Settings of the documentation"
-                        ) from exc
+                        ) from None
                     break
             if field.name in overrides:
                 values[field.name] = _typed(field, overrides[field.name])

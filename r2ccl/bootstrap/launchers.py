@@ -284,11 +284,10 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
         return
     raise InvalidArgument(
         f"a launcher started this process as one of several ranks ({quoted}), but mpi4py, "
-        f"which uses {library}, sees only this one: probably launcher and mpi4py belong to "
-        "different MPIs; start the job with the launcher of mpi4py's MPI, or install mpi4py for "
-        "the launcher's MPI; or call init() without a communicator of MPI, and either use "
-        "`r2ccl launch` or torchrun, or set MASTER_ADDR to the host of rank 0, which makes r2ccl "
-        "take the ranks from the launcher's variables"
+        f"which uses {library}, sees only this one: the launcher belongs to another MPI, or "
+        "is `r2ccl launch` or torchrun, which start no ranks of MPI; start the job with the "
+        "launcher of mpi4py's MPI; or call init() without a communicator of MPI, and set "
+        "MASTER_ADDR to the host of rank 0 if an MPI launcher starts the job"
     )
 
 

@@ -255,9 +255,10 @@ class Peer:
             self._session.excuse(stalled_s)
         self._note_darkness(now)
         silence = self._session.silence_s(now)
-        if silence > self._setting.config.peer_timeout_s:
+        timeout_s = self._setting.config.peer_timeout_s
+        if silence > timeout_s:
             why = f"; the last dial failed: {self._obstacle}" if self._obstacle else ""
-            self.lose(f"silent for {silence:.1f} s{why}")
+            self.lose(f"silent for {silence:.1f} s, R2CC_PEER_TIMEOUT_S={timeout_s:g}{why}")
 
     def lose(self, why: str) -> None:
         """End the session and report the peer as lost because of `why`.

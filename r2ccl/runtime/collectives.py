@@ -527,7 +527,7 @@ class Collectives:
             f"rank {self._engine.rank_in_job}: a call was made while another call is in progress, "
             "which runs in another thread or was interrupted by this signal handler: calls are "
             "allowed from one thread at a time, and not from a signal handler; if several threads "
-            "make calls, create one communicator for each"
+            "make calls, make a communicator for each with dup()"
         )
 
 

@@ -45,7 +45,7 @@ NO_CARRIER = "CARRIER_DOWN"
 PORT_ERR = "PORT_ERR"
 #: Status of a path that did not fail: an operator has excluded one of its ports.
 EXCLUDED = "EXCLUDED"
-_WITHDRAWN = f"{EXCLUDED}: the NIC at one end was declared failed"
+_WITHDRAWN = f"{EXCLUDED}: the NIC at one end was excluded"
 
 
 class Migration:

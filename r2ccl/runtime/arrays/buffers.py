@@ -11,6 +11,7 @@ C-contiguous; then the buffer holds a copy.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, Protocol, Self, TypeVar
 
@@ -250,10 +251,14 @@ def host_array(x: Any) -> Array:
         return x.view(np.ndarray)
     if is_jax(x):  # its buffer protocol lacks the types of ml_dtypes
         return _tensor_array(x)
+    with contextlib.suppress(TypeError):  # no buffer protocol
+        return _exported_array(x)
+    return _tensor_array(x)
+
+
+def _exported_array(x: Any) -> Array:
     try:
         return np.asarray(memoryview(x))
-    except TypeError:  # no buffer protocol
-        return _tensor_array(x)
     except (ValueError, BufferError) as exc:  # the format has no dtype, or the memory is released
         raise InvalidArgument(f"{type_name(x)} was given ({exc}): {_ALLOWED}{names()}") from exc
 

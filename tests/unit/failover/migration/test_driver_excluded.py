@@ -10,7 +10,7 @@ from r2ccl.transport.base import Fenced
 from r2ccl.types import BYPASS, PathKey
 
 OWN = (0, 0)
-EXCLUDED = "EXCLUDED: the NIC at one end was declared failed"
+EXCLUDED = "EXCLUDED: the NIC at one end was excluded"
 
 
 def order(world: World, *, is_excluded: bool, port: tuple[int, int] = OWN) -> Health:
