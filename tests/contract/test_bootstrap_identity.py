@@ -409,7 +409,7 @@ OTHER_LAUNCHERS = [
 def test_a_rank_of_another_mpis_launcher_is_no_job_of_one(
     lone_world: FakeRank, env: dict[str, str], is_given: bool
 ) -> None:
-    with pytest.raises(InvalidArgument, match="belong to different MPIs") as caught:
+    with pytest.raises(InvalidArgument, match="belongs to another MPI") as caught:
         identify(Config(), lone_world if is_given else None, env)
     assert all(f"{name}={env[name]}" in str(caught.value) for name in list(env)[:2])
     assert "MPICH Version: 5.0.2" in str(caught.value)

@@ -268,4 +268,4 @@ def test_the_launcher_of_another_mpi_makes_no_job_of_one_rank() -> None:
     assert done.returncode != 0, done.stdout
     assert "InvalidArgument" in done.stderr
     assert "OMPI_COMM_WORLD_SIZE=4" in done.stderr
-    assert "belong to different MPIs" in done.stderr
+    assert "belongs to another MPI" in done.stderr
