@@ -158,7 +158,8 @@ class PeerLost(R2cclError):
     host : str
         Host of `peer`; empty: not known.
     last_op : int or None
-        Number of the last collective in which `peer` was seen; 0: none, None: not known.
+        Number of the last collective for which data of `peer` arrived over the network; 0: none,
+        None: not known.
     is_met : bool
         False if `peer` was lost during `r2ccl.init`. There is no communicator then, so the message
         does not suggest `shrink`.
@@ -180,7 +181,8 @@ class PeerLost(R2cclError):
         if last_heard_s is not None:
             signs.append(f"last heard {last_heard_s:.3f} s ago")
         if last_op is not None:
-            signs.append(f"last seen in call {last_op}" if last_op else "not seen in any call")
+            seen = f"last data over the network: call {last_op}"
+            signs.append(seen if last_op else "no data over the network")
         if is_met:
             super().__init__(
                 f"rank {rank}: lost rank {peer}{where} ({'; '.join(signs)}); look at that rank's "

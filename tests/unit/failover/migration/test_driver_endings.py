@@ -130,7 +130,7 @@ def test_a_lost_rank_heard_of_or_found_raises_the_same_error() -> None:
     error = hearer.revocation.error
     assert isinstance(error, PeerLost)
     assert (error.peer, error.last_heard_s) == (2, None)
-    assert "(rank 1 reports: its process is gone; not seen in any call)" in str(error)
+    assert "(rank 1 reports: its process is gone; no data over the network)" in str(error)
 
 
 def test_a_rank_given_up_by_others_is_not_told_it_lost_itself() -> None:
