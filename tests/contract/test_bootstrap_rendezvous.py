@@ -10,7 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,23 @@ def test_all_ranks_end_with_the_same_table(start_job: Callable[..., Job]) -> Non
     assert {len(info.rails) for info in job.planes[0].peers} == {2}
 
 
+def connect_with(job: LocalJob, pool: ThreadPoolExecutor, counts: list[int]) -> list[Future[Any]]:
+    """Connect ranks of which rank i has ``counts[i]`` rails."""
+    return [
+        pool.submit(
+            connect,
+            Config.from_env(environment(job, rank)),
+            codec=Codec(Number),
+            nics_for=lambda _nranks, _one, _address, count=count: RAILS[:count],
+            env=environment(job, rank),
+        )
+        for rank, count in enumerate(counts)
+    ]
+
+
 def test_the_rank_with_the_fewest_rails_decides() -> None:
     with LocalJob(2) as job, ThreadPoolExecutor(2) as pool:
-        futures = [
-            pool.submit(
-                connect,
-                Config.from_env(environment(job, rank)),
-                codec=Codec(Number),
-                nics_for=lambda _nranks, _one, _address, count=2 - rank: RAILS[:count],
-                env=environment(job, rank),
-            )
-            for rank in range(2)
-        ]
+        futures = connect_with(job, pool, [2, 1])
         planes = [future.result(WAIT_S) for future in futures]
     assert [len(plane.nics) for plane in planes] == [1, 1]
     for plane in planes:
@@ -241,17 +246,7 @@ def test_a_second_rank_0_is_told_that_the_port_is_taken() -> None:
 
 def test_one_rank_without_rails_fails_all() -> None:
     with LocalJob(2) as job, ThreadPoolExecutor(2) as pool:
-        futures = [
-            pool.submit(
-                connect,
-                Config.from_env(environment(job, rank)),
-                codec=Codec(Number),
-                nics_for=lambda _nranks, _one, _address, count=1 - rank: RAILS[:count],
-                env=environment(job, rank),
-            )
-            for rank in range(2)
-        ]
-        for future in futures:
+        for future in connect_with(job, pool, [1, 0]):
             with pytest.raises(InvalidArgument, match="rank 1: no usable network interface"):
                 future.result(WAIT_S)
 

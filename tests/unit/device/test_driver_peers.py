@@ -30,7 +30,7 @@ def peer_of(api: Script) -> CudaDevice:
     return made
 
 
-# What NICs write
+# Memory that NICs write
 
 
 def test_what_nics_wrote_is_flushed_for_its_own_gpu(api: Script) -> None:

@@ -1,4 +1,4 @@
-"""What ranks compare of their calls, and which of the slices that arrive are confirmed."""
+"""Comparison of the calls of ranks, and confirmation of the slices that arrive."""
 
 import pytest
 from support.failover_world import A, B, World
