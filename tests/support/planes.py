@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -89,13 +90,25 @@ class Job:
             plane.start(recorder)
 
     def wait_until_connected(self) -> None:
-        """Wait for a message of every neighbor, which came over the session with it."""
+        """Wait until every neighbor can be heard, and every connection of the sessions is up.
+
+        A message on a connection that one end has not taken over yet would be read later than
+        others.
+        """
         for plane in self.planes:
             plane.gossip(Text("here"))
         for plane, recorder in zip(self.planes, self.seen, strict=True):
             number = len(plane.neighbors)
             recorder.wait_for(lambda r=recorder, n=number: len(r.messages) == n)
             recorder.messages.clear()
+        deadline = time.monotonic() + WAIT_S
+        while not all(
+            len(session._carriers) == len(RAILS)
+            for plane in self.planes
+            for session in plane._sessions.values()
+        ):
+            assert time.monotonic() < deadline, "a session has fewer connections than rails"
+            time.sleep(0.001)
 
     def close(self) -> None:
         with ThreadPoolExecutor(len(self.planes)) as pool:
