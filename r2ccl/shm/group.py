@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from threading import RLock
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -168,6 +169,9 @@ class LocalGroup:
         self.symmetric = make_symmetric(self._memory)
         self._state = int(self._memory.ctypes.data)
         self._wake_all = callable_of(_WAKE_ALL)
+        #: Held by `wake`, so that `close` waits for it; re-entrant for signal handlers.
+        self._wakes = RLock()
+        self._is_closed = False
         #: Rings of the messages between the ranks.
         self.rings = Rings(self.rank, own, peers, self._memory.copy(), self._exits)
 
@@ -447,11 +451,21 @@ class LocalGroup:
     # The end of the group
 
     def wake(self) -> None:
-        """Make a call that waits in compiled code return to `attend`; any thread may call it."""
-        self._wake_all(self._state)
+        """Make a call that waits in compiled code return to `attend`; any thread may call it.
+
+        Does nothing after `close`.
+        """
+        with self._wakes:
+            if not self._is_closed:
+                self._wake_all(self._state)
 
     def close(self) -> None:
-        """Free the memory; no call may run during or after this method. Not collective."""
+        """Free the memory; no call, except of `wake`, may run during or after this method.
+
+        Not collective.
+        """
+        with self._wakes:
+            self._is_closed = True
         self.rings.close()
         self.symmetric.close()
         for peer in self._peers.values():

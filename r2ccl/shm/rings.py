@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from threading import RLock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,8 +115,9 @@ class Rings:
         #: Address of the table.
         self.table = int(self._table.ctypes.data)
         self._table[layout.RING], self._table[layout.TABLE_NRANKS] = self.ring_nbytes, nranks
-        self._bell = own.messages_address + layout.BELL
-        self._table[layout.OWN_BELL] = self._bell
+        self._table[layout.OWN_BELL] = self._bell = own.messages_address + layout.BELL
+        #: Held by `wake`, so that `close` waits for it; re-entrant for signal handlers.
+        self._wakes = RLock()
         # By peer: words of the peer in the table; ring of the peer, as bytes; number of bytes of
         # short messages that the peer has taken from this rank; and that this rank has taken from
         # the peer.
@@ -267,12 +269,19 @@ class Rings:
         return int(self._table[layout.PEER])
 
     def wake(self) -> None:
-        """Make a thread of this rank that waits in compiled code return; any thread may call it."""
-        self._table[layout.WOKEN] = 1
-        self._ring(self._bell)
+        """Make a thread of this rank that waits in compiled code return; any thread may call it.
+
+        Does nothing after `close`.
+        """
+        with self._wakes:
+            if self._bell:
+                self._table[layout.WOKEN] = 1
+                self._ring(self._bell)
 
     def close(self) -> None:
-        """Drop the views of the segments, so that these can be freed; no call may follow."""
+        """Drop the views of the segments, so that these can be freed; only `wake` may follow."""
+        with self._wakes:
+            self._bell = 0
         for views in (self._data, self._taken_by, self._taken_from):
             views.clear()
 

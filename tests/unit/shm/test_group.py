@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,6 +222,18 @@ def test_an_interrupted_allocation_leaves_nothing_open(nexchanges):
     group.close()
 
 
+def test_a_group_is_not_woken_after_its_end():
+    """Its memory is free then, and a wake-up that comes late would write to it."""
+    group = _connect(lambda mine: [mine])
+    group.close()
+    process = os.fork()
+    if process == 0:
+        group.wake()
+        group.rings.wake()
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
+
+
 def test_an_output_that_stays_shared_is_logged_beside_the_error(caplog):
     def run(*_):
         raise TimeoutError("a peer is late")
@@ -234,6 +247,7 @@ def test_an_output_that_stays_shared_is_logged_beside_the_error(caplog):
     group.symmetric, group._own = SimpleNamespace(withdraw=withdraw), SimpleNamespace(words={})
     group._place, group.rank = SimpleNamespace(ranks=(3, 7)), 1
     group._state, group._wake_all = 0, lambda state: 0
+    group._wakes, group._is_closed = threading.RLock(), False
     caplog.set_level(logging.WARNING)
     with pytest.raises(TimeoutError, match="a peer is late"):
         group.run(SimpleNamespace(run=run, at=0, words=[0, call.pack()]), x, x)
