@@ -185,7 +185,7 @@ class LandingPool:
     def __init__(self, allocate: Callable[[int], Place], depth: int) -> None:
         self._allocate = allocate
         self.depth = depth
-        #: Size in bytes of all places, free or in use, and of the memory of `reserve`.
+        #: Size in bytes of all places, free or in use.
         self.nbytes = 0
         self._free: dict[int, list[Place]] = {}
 
@@ -197,15 +197,6 @@ class LandingPool:
             return free.pop()
         self.nbytes += size
         return self._allocate(size)
-
-    def reserve(self, nbytes: int, nreplaced: int) -> npt.NDArray[np.uint8]:
-        """Return memory of at least `nbytes` for compiled calls, and count it in the pool's size.
-
-        The memory replaces earlier memory of `nreplaced` bytes, which is not counted any more.
-        """
-        size = 1 << (nbytes - 1).bit_length()
-        self.nbytes += size - nreplaced
-        return np.empty(size, np.uint8)
 
     def give(self, place: Place) -> None:
         """Return `place` to the pool."""

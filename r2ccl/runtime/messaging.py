@@ -12,7 +12,7 @@ import numpy as np
 from r2ccl.errors import R2cclError
 from r2ccl.runtime import arguments
 from r2ccl.runtime.collectives import Collectives
-from r2ccl.runtime.messages.local import NOT_RUN, Delayed, LocalEnd, NotRun, Outcome
+from r2ccl.runtime.messages.direct import NOT_RUN, Delayed, DirectEnd, NotRun, Outcome
 from r2ccl.runtime.messages.matching import Message
 from r2ccl.runtime.messages.messenger import MessageRequest, Messenger
 
@@ -38,12 +38,12 @@ class MessageCalls:
     ) -> MessageRequest | None:
         """Send `x`; see `Communicator.send`."""
         is_direct = not is_async and not is_synchronous
-        if is_direct and self._collectives.is_plain and (local := self._messenger.local):
+        if is_direct and self._collectives.is_plain and (way := self._messenger.way).is_direct:
             key = (to, tag) if type(to) is type(tag) is int else None
-            found = NOT_RUN if key is None else local.repeat(key, x, _NOTHING)
+            found = NOT_RUN if key is None else way.repeat(key, x, _NOTHING)
             if found is NOT_RUN:
                 end = self._to(x, to, tag)
-                found = local.begin((end.peer, end.tag), end, None)
+                found = way.begin((end.peer, end.tag), end, None)
             if found is not NOT_RUN:
                 self._finish(found, x, None)
                 return None
@@ -55,12 +55,12 @@ class MessageCalls:
         self, out: Any, source: SupportsIndex, tag: int, *, is_async: bool, tag_name: str = "tag"
     ) -> Any:
         """Receive into `out`; see `Communicator.recv`. `tag_name` names the argument in errors."""
-        if not is_async and self._collectives.is_plain and (local := self._messenger.local):
+        if not is_async and self._collectives.is_plain and (way := self._messenger.way).is_direct:
             key = (source, tag, 0) if type(source) is type(tag) is int else None
-            found = NOT_RUN if key is None else local.repeat(key, _NOTHING, out)
+            found = NOT_RUN if key is None else way.repeat(key, _NOTHING, out)
             if found is NOT_RUN:
                 end = self._from(out, source, tag, tag_name)
-                found = local.begin((end.peer, end.tag, 0), None, end)
+                found = way.begin((end.peer, end.tag, 0), None, end)
             if found is not NOT_RUN:
                 return self._finish(found, None, out)
         post = partial(self._messenger.receive, *self._from(out, source, tag, tag_name))
@@ -77,14 +77,14 @@ class MessageCalls:
         recv_tag: int,
     ) -> Message | None:
         """Send and receive at the same time; see `Communicator.sendrecv`."""
-        if self._collectives.is_plain and (local := self._messenger.local):
+        if self._collectives.is_plain and (way := self._messenger.way).is_direct:
             found: Outcome = NOT_RUN
             if type(to) is type(source) is type(tag) is type(recv_tag) is int:
-                found = local.repeat((to, tag, source, recv_tag), x, out)
+                found = way.repeat((to, tag, source, recv_tag), x, out)
             if found is NOT_RUN:
                 sent, end = self._to(x, to, tag), self._from(out, source, recv_tag, "recv_tag")
                 key = (sent.peer, sent.tag, end.peer, end.tag)
-                found = local.begin(key, sent, end)
+                found = way.begin(key, sent, end)
             if found is not NOT_RUN:
                 return self._finish(found, x, out)
         is_grouped = self._collectives.group_here() is not None
@@ -114,7 +114,7 @@ class MessageCalls:
     def _finish(self, found: Outcome, x: Any, out: Any) -> Message | None:
         """Return the message that a call received; None for a send.
 
-        `found` is the outcome of a direct call (`r2ccl.runtime.messages.local`); if it is
+        `found` is the outcome of a direct call (`r2ccl.runtime.messages.direct`); if it is
         `Delayed`, wait for its requests. `x` and `out` are the arrays of the caller.
         """
         if not isinstance(found, Delayed):
@@ -136,13 +136,13 @@ class MessageCalls:
             return message
         return self._exchange(received, partial(wait, sent))
 
-    def _to(self, x: Any, to: SupportsIndex, tag: int) -> LocalEnd:
+    def _to(self, x: Any, to: SupportsIndex, tag: int) -> DirectEnd:
         buffer = arguments.as_buffer(x, writable=False)
-        return LocalEnd(buffer, arguments.rank_of(to, self._nranks, "to"), arguments.tag(tag))
+        return DirectEnd(buffer, arguments.rank_of(to, self._nranks, "to"), arguments.tag(tag))
 
-    def _from(self, out: Any, source: SupportsIndex, tag: int, tag_name: str) -> LocalEnd:
+    def _from(self, out: Any, source: SupportsIndex, tag: int, tag_name: str) -> DirectEnd:
         buffer = arguments.as_buffer(out, writable=True)
-        return LocalEnd(buffer, self._source_of(source), arguments.tag(tag, tag_name, is_any=True))
+        return DirectEnd(buffer, self._source_of(source), arguments.tag(tag, tag_name, is_any=True))
 
     def probe(self, source: SupportsIndex, tag: int, *, is_blocking: bool) -> Message | None:
         """Find a message without receiving it; see `Communicator.probe`."""

@@ -202,23 +202,25 @@ class Progress:
             links.unconfirmed.clear()
         self._transport.flush()
 
-    def replay(self, runs: Sequence[Consumer], events: Iterable[Event], recorder: Recorder) -> None:
-        """Pass the events that compiled code handled to the links and lanes of a call.
+    def replay(
+        self, begin: Sequence[Callable[[], None]], events: Iterable[Event], recorder: Recorder
+    ) -> None:
+        """Pass the events that compiled code handled to the links and consumers of a call.
 
         Parameters
         ----------
-        runs : sequence of Consumer
-            Lanes of the running call, which have not begun.
+        begin : sequence of callable
+            Functions that post what the call posts at first.
         events : iterable of Event
         recorder : Recorder
-            Used by lanes and links instead of the transport. Its ``events`` are handled, too.
+            Used by consumers and links instead of the transport. Its ``events`` are handled, too.
         """
         own: Transport = self._transport
         self._transport = recorder
         balance = self._links.begin_replay(recorder)
         try:
-            for run in runs:
-                run.advance()
+            for post in begin:
+                post()
             self.advance()
             self._handle(recorder)
             for event in events:

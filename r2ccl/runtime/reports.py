@@ -112,10 +112,14 @@ class Reports:
         return rails(self._links, self.repairs(), nics, self._exclusions.rails())
 
     def memory(self, landing_nbytes: int) -> MemoryReport:
-        """Return the memory in use; the landing places take `landing_nbytes` of it."""
+        """Return the memory in use; the landing places in Python take `landing_nbytes` of it."""
         self._loop.settle_if_free()
+        compiled = self._loop.compiled
+        arena_nbytes = 0 if compiled is None else compiled.arena_nbytes
         return MemoryReport(
-            landing_nbytes, self._links.eager_nbytes(), *self._job.transport.memory_use()
+            landing_nbytes + arena_nbytes,
+            self._links.eager_nbytes(),
+            *self._job.transport.memory_use(),
         )
 
     def status(

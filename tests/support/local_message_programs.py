@@ -16,6 +16,7 @@ from support.stopping import stop_for_a_second
 import r2ccl
 from r2ccl import ANY_SOURCE, ANY_TAG, Communicator, Message
 from r2ccl.errors import R2cclError
+from r2ccl.runtime.messages.local import LocalMessages
 
 #: Around the largest short message, a piece, half a ring, and several rings.
 COUNTS = (0, 1, 3, 100, 1000, 4095, 8188, 8189, 20_000, 32_761, 200_001)
@@ -33,7 +34,8 @@ def way() -> list[bool]:
         out = np.empty(3)
         comm.sendrecv(np.ones(3), (comm.rank + 1) % comm.nranks, out, ANY_SOURCE)
         assert (out == 1).all()
-        return [each._engine.messenger.local is not None for each in (comm, comm.dup(), half)]
+        ways = [each._engine.messenger.way for each in (comm, comm.dup(), half)]
+        return [isinstance(each, LocalMessages) for each in ways]
 
 
 def mixed(nmessages: int, seed: int) -> tuple[list[str], int, int]:

@@ -157,7 +157,7 @@ def many_unexpected(nmessages: int, count: int) -> tuple[bool, int]:
             return True, 0
         comm.probe(1, nmessages - 1)
         comm.barrier()
-        nkept = comm._engine.messenger._way.driver.matching.kept_nbytes
+        nkept = comm._engine.messenger.way.driver.matching.kept_nbytes
         is_right = True
         for at in reversed(range(nmessages)):
             out = np.empty(count)

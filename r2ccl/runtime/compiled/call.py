@@ -132,6 +132,7 @@ class CompiledCalls:
         calls: Calls[Consumer],
         repeat: Callable[[Callable[[], int]], int],
         on_settled: Callable[[int], None] | None = None,
+        post: Callable[[], None] | None = None,
     ) -> Sequence[LaneRun] | None:
         """Run a call that `Links.begin` has started, until it ends or leaves compiled code.
 
@@ -150,12 +151,15 @@ class CompiledCalls:
         on_settled : callable, optional
             As in `HeldCall`. None: the call must not be held, because the next one may need another
             plan.
+        post : callable, optional
+            For a call without lanes: if the data loop has to finish the call, ``post()`` posts its
+            slices and receives.
 
         Returns
         -------
         sequence of LaneRun or None
-            Lanes that the data loop has to finish; empty if the call has ended. None if compiled
-            code cannot run the call; then nothing of it was done.
+            Lanes that the data loop has to finish; empty if the call has ended, or with `post`.
+            None if compiled code cannot run the call; then nothing of it was done.
         """
         program = self._program_of(plan)
         if program is None:
@@ -173,10 +177,15 @@ class CompiledCalls:
             result = repeat(partial(self._loop, program.address))
         finally:
             # Also after Ctrl-C: a slice that was confirmed early must be read to its end.
-            runs = self._end(program, lanes, calls, conns, result, on_settled)
+            runs = self._end(program, lanes, calls, conns, result, on_settled, post)
             # Both refer to the caller's arrays.
             program.call, self._conns, self._running = None, [], None
         return runs
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Size in bytes of the memory for landing places and copies of eager slices."""
+        return self._arena.nbytes
 
     # Repeated calls
 
@@ -275,6 +284,7 @@ class CompiledCalls:
         conns: list[Connection],
         result: int,
         on_settled: Callable[[int], None] | None,
+        post: Callable[[], None] | None = None,
     ) -> Sequence[LaneRun]:
         words = program.view
         if result in (at.FINISHED, at.UNSETTLED):
@@ -289,7 +299,12 @@ class CompiledCalls:
             return ()
         self.nleft += 1
         replay = Replay(program, conns, self._links, self._progress)
-        runs = replay.run(lanes, calls)
+        runs: Sequence[LaneRun] = ()
+        if post is None:
+            runs = replay.lanes(lanes, calls)
+            replay.run([run.advance for run in runs], calls)
+        else:
+            replay.run([post], calls)
         replay.restore()
         if words[at.IS_MEASURED]:
             self._measure(program)
@@ -361,7 +376,7 @@ class CompiledCalls:
         arena = self._arena
         wanted = program.nslots * program.arena_nbytes
         if arena.nbytes < wanted:
-            self._arena = arena = lanes.pool.reserve(wanted, arena.nbytes)
+            self._arena = arena = np.empty(1 << (wanted - 1).bit_length(), np.uint8)
         program.arena = arena
         for end in program.ends:
             if not self._import(program, end):

@@ -21,12 +21,13 @@ from r2ccl.runtime.executor import HostCall
 from r2ccl.schedule.ir import OpKind
 from r2ccl.shm.layout import CPU_SET_NBYTES
 from r2ccl.transport.tcp.connection import buffer_nbytes
-from r2ccl.types import REDUCTIONS, USER_OP, CallSignature, PathKey, signed_word
+from r2ccl.types import USER_OP, CallSignature, PathKey, signed_word
 
 Words = npt.NDArray[np.int64]
 
 #: Kind of the steps whose cleared slices arrive in the arena and are reduced from there.
 _PLACED = OpKind.RECV_REDUCE
+_REDUCING = frozenset((OpKind.RECV_REDUCE, OpKind.REDUCE))
 _ALIGNMENT = 64
 #: Idle time after which a call leaves compiled code, and time after which compiled code returns to
 #: Python, which then handles signals; in nanoseconds.
@@ -161,7 +162,7 @@ class CompiledProgram:
         self.copies: list[list[int]] = []
         self.places: list[list[int]] = []
         call = CallSignature.unpack(plan.signature)
-        kernel = fold_kernel(call.dtype, call.op) if call.collective in REDUCTIONS else 0
+        kernel = fold_kernel(call.dtype, call.op) if _reduces(plan) else 0
         steps = [step for lane in plan.layout.lanes for step in lane.steps]
         self._offsets = [0, *accumulate(len(lane.steps) for lane in plan.layout.lanes)]
         tables = _Tables()
@@ -458,7 +459,11 @@ def is_supported(plan: Plan) -> bool:
     call = CallSignature.unpack(plan.signature)
     if call.op >= USER_OP or plan.finish is not None:
         return False
-    return call.collective not in REDUCTIONS or fold_kernel(call.dtype, call.op) != 0
+    return not _reduces(plan) or fold_kernel(call.dtype, call.op) != 0
+
+
+def _reduces(plan: Plan) -> bool:
+    return any(step.kind in _REDUCING for lane in plan.layout.lanes for step in lane.steps)
 
 
 class _Tables:

@@ -92,7 +92,7 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
     Return EVENT if the frame was handled and an event was logged. Return TAKEN for a fragment of a
     slice that is not complete yet; only the fragment's confirmation may have been logged. Return
     MORE if bytes are missing, and FOREIGN if Python must handle the frame. If the frame belongs to
-    a later call, set IS_STALLED, leave the frame in the buffer and return MORE.
+    a later call or message, set IS_STALLED, leave the frame in the buffer and return MORE.
     """
     at = conn[BUFFER] + conn[PARSED]
     kind, channel, nbytes = load32(at) & 0xFF, load32(at + 4), load32(at + 8)
@@ -147,8 +147,11 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
         return EVENT
     ordinal = seq - pair[FIRST_RECEIVED]
     is_expected = kind == DATA_FRAME and signature == pair[RECEIVED_SIGNATURE]
-    if not is_expected or ordinal < 0 or ordinal >= pair[NRECEIVES]:
+    if not is_expected or ordinal < 0:
         return FOREIGN
+    if ordinal >= pair[NRECEIVES]:  # a later message
+        conn[IS_STALLED] = 1
+        return MORE
     arrived = words_at(pair[ARRIVED])
     if arrived[ordinal] < 0:
         return FOREIGN

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -125,16 +125,21 @@ class Replay:
         self._recorder = RecordingTransport()
         self._numbers = {pair.key: number for number, pair in enumerate(program.pairs)}
 
-    def run(self, lanes: HostLanes, calls: Calls[Consumer]) -> list[LaneRun]:
-        """Bring links and lanes to the state that compiled code has reached.
-
-        Return the lanes, which the data loop then finishes.
-        """
+    def lanes(self, lanes: HostLanes, calls: Calls[Consumer]) -> list[LaneRun]:
+        """Return the lanes of the call, for `run`; the data loop finishes them afterwards."""
         program, links = self._program, self._links
         call = _Continued(program, lanes)
         runs = [LaneRun(lane, call, links, lanes.pool) for lane in program.layout.lanes]
         calls.consumers = {channel: run for run in runs for channel in run.channels}
-        self._progress.replay(runs, self._events(calls), self._recorder)
+        return runs
+
+    def run(self, begin: Sequence[Callable[[], None]], calls: Calls[Consumer]) -> None:
+        """Bring links and consumers of slices to the state that compiled code has reached.
+
+        The functions `begin` post the slices and receives that the call posts at first.
+        """
+        program, links = self._program, self._links
+        self._progress.replay(begin, self._events(calls), self._recorder)
         for number, pair in enumerate(program.pairs):
             row = program.pair(number)
             sender, receiver = links.sender(*pair.key), links.receiver(*pair.key)
@@ -146,7 +151,6 @@ class Replay:
             receiver.acked = int(row[at.ACKED])
             if receiver.acked < receiver.consumed:
                 links.unconfirmed[receiver] = None
-        return runs
 
     def _events(self, calls: Calls[Consumer]) -> Iterator[Event]:
         program = self._program

@@ -25,17 +25,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from r2ccl.dtypes import dtype_of
 from r2ccl.errors import InternalError
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import Calls, first_channel
 from r2ccl.failover.migration.link import Landing, RecvLink, SendLink
 from r2ccl.failover.migration.links import Consumer, Links
-from r2ccl.runtime.messages.matching import Envelope
+from r2ccl.runtime.messages.matching import ANY, Envelope, Message
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
 from r2ccl.types import MOST_UNTAKEN, EnvelopeKind
 
 #: kind, dtype, first call of the communicator (lower bits), tag, ident, nbytes
 _HEADER = struct.Struct("<BBxxIqQQ")
+#: Size in bytes of the header of an envelope.
+HEADER_NBYTES = _HEADER.size
 _FIRST_OP_MASK = (1 << 32) - 1
 _LENGTH = struct.Struct("<Q")
 #: Least number of bytes of a sender's short messages that a rank takes between two reports to the
@@ -162,10 +165,11 @@ class MessageDriver(MessageProtocol):
         self._slice_nbytes = slice_nbytes
         self._depth = depth
         self._health = health
-        self._envelope_channel = first_channel(calls.context_id)
+        #: Channel of the envelopes.
+        self.channel = first_channel(calls.context_id)
         # Channel c uses home rail c modulo the number of home rails.
         nhomes = len(homes)
-        self._data_channel = self._envelope_channel + nhomes
+        self._data_channel = self.channel + nhomes
         self._next_ident = 0
         self._nreceiving = 0
         #: Envelopes that wait for a free slot, by peer in the job.
@@ -182,20 +186,20 @@ class MessageDriver(MessageProtocol):
         self._taken: dict[int, int] = {}
         self._took: dict[int, int] = {}
         self._reported: dict[int, int] = {}
-        channels = (self._envelope_channel, *range(self._data_channel, self._data_channel + nhomes))
-        self._calls = calls
+        channels = (self.channel, *range(self._data_channel, self._data_channel + nhomes))
+        self.calls = calls
         calls.consumers = dict.fromkeys(channels, self)
         calls.on_unposted = self._post_envelope
         for peer in members:
-            link = links.receivers.get((peer, self._envelope_channel))
+            link = links.receivers.get((peer, self.channel))
             if link is not None:
                 links.deliver(link)  # slices that arrived before this driver was made
 
     def close(self) -> None:
         """Stop handling messages: envelopes and data that arrive later are not used."""
-        self._calls.consumers = {}
-        self._calls.busy.clear()
-        self._calls.on_unposted = None
+        self.calls.consumers = {}
+        self.calls.busy.clear()
+        self.calls.on_unposted = None
 
     # Requests
 
@@ -214,12 +218,72 @@ class MessageDriver(MessageProtocol):
 
     def _admits(self, to: int, nbytes: int) -> bool:
         peer = self._members[to]
-        untaken = self._sent.get(peer, 0) - self._taken.get(peer, 0)
-        is_short = _HEADER.size + nbytes <= self._eager_nbytes
-        if nbytes and not (is_short and untaken + nbytes <= MOST_UNTAKEN):
+        if nbytes and not (self.is_short(nbytes) and self._has_room(peer, nbytes)):
             return False
         self._sent[peer] = self._sent.get(peer, 0) + nbytes
         return True
+
+    def _has_room(self, peer: int, nbytes: int) -> bool:
+        """Return whether `peer`, a rank of the job, may buffer a short message of `nbytes`."""
+        untaken = self._sent.get(peer, 0) - self._taken.get(peer, 0)
+        return untaken + nbytes <= MOST_UNTAKEN
+
+    # Short messages in compiled code, see `r2ccl.runtime.messages.short`
+
+    def is_short(self, nbytes: int) -> bool:
+        """Return whether a message of `nbytes` fits into an envelope; any thread may call this."""
+        return HEADER_NBYTES + nbytes <= self._eager_nbytes
+
+    def in_job(self, peer: int) -> int:
+        """Return the rank in the job of a rank of the communicator."""
+        return self._members[peer]
+
+    def has_links(self, peer: int) -> bool:
+        """Return whether there are paths to `peer`; False for this rank and for `ANY`."""
+        return peer not in (ANY, self._rank) and self._members[peer] in self._links.connected
+
+    def may_send(self, to: int, nbytes: int) -> bool:
+        """Return whether a short message of `nbytes` to rank `to` could be sent at once."""
+        peer = self._members[to]
+        return not self._envelopes.get(peer) and self._has_room(peer, nbytes)
+
+    def may_receive(self, source: int, tag: int) -> bool:
+        """Return whether a new receive would take the next message with `tag` from `source`."""
+        matching = self.matching
+        if matching.is_empty:
+            return True
+        return not matching.has_takers and self.probe(source, tag) is None
+
+    def pack_short(self, envelope: memoryview, dtype: int, tag: int, nbytes: int) -> None:
+        """Write the header of the next short message into `envelope`."""
+        ident = self._next_ident + 1
+        _HEADER.pack_into(
+            envelope, 0, EnvelopeKind.MESSAGE, dtype, self._first_op, tag, ident, nbytes
+        )
+
+    def note_short(self, to: int, nbytes: int) -> None:
+        """Count a short message to rank `to`, which compiled code has sent."""
+        peer = self._members[to]
+        self._next_ident += 1
+        self._sent[peer] = self._sent.get(peer, 0) + nbytes
+
+    def take_short(
+        self, envelope: memoryview, view: memoryview, dtype: int, source: int, tag: int
+    ) -> Message | ReceiveRequest:
+        """Receive the message in `envelope`, which compiled code has received, into `view`.
+
+        `source` is the rank that has sent the envelope. If it is not a message with `dtype`, `tag`
+        and the size of `view`, post a receive and then handle the envelope.
+        """
+        kind, given, first_op, number, _, nbytes = _HEADER.unpack_from(envelope)
+        is_wanted = kind == EnvelopeKind.MESSAGE and first_op == self._first_op
+        if is_wanted and given == dtype and tag in (ANY, number):
+            view[:] = envelope[HEADER_NBYTES:]
+            self._note_taken(source, nbytes)
+            return Message(source, number, nbytes // dtype_of(dtype).itemsize)
+        request = self.receive(view, dtype, source, tag)
+        self._handle(self._members[source], envelope)
+        return request
 
     # Envelopes
 
@@ -241,15 +305,19 @@ class MessageDriver(MessageProtocol):
         """Handle the envelope in `payload`; ``landing.index`` is its sender's rank in the job."""
         assert payload is not None
         peer = landing.index
-        link = self._links.receiver(peer, self._envelope_channel)
+        link = self._links.receiver(peer, self.channel)
         self._links.consume(link, True)
+        self._handle(peer, payload)
+
+    def _handle(self, peer: int, payload: memoryview | bytes) -> None:
+        """Handle an envelope of `peer`, a rank of the job."""
         kind, dtype, first_op, tag, ident, nbytes = _HEADER.unpack_from(payload)
         if first_op != self._first_op:  # of a communicator that this rank closed before
             return
         if kind == EnvelopeKind.TAKEN:
             self._taken[peer] = nbytes
         else:
-            data = memoryview(payload)[_HEADER.size :]
+            data = memoryview(payload)[HEADER_NBYTES:]
             self._on_envelope(self._rank_of[peer], kind, dtype, tag, ident, nbytes, data)
 
     def on_released(self, index: int) -> None:
@@ -271,7 +339,7 @@ class MessageDriver(MessageProtocol):
 
     def _note_busy(self, peer: int, change: int) -> None:
         # Paths are not closed as idle while an announced message needs them.
-        busy, of_job = self._calls.busy, self._members[peer]
+        busy, of_job = self.calls.busy, self._members[peer]
         count = busy.pop(of_job, 0) + change
         if count > 0:
             busy[of_job] = count
@@ -339,7 +407,7 @@ class MessageDriver(MessageProtocol):
         """Post the envelopes and slices that wait, as far as their links have room."""
         links = self._links
         for peer, envelopes in self._envelopes.items():
-            link = links.sender(peer, self._envelope_channel)
+            link = links.sender(peer, self.channel)
             while envelopes and link.can_post(True):
                 view, request = envelopes.popleft()
                 links.send(link, view, True, self, 0)
@@ -375,4 +443,4 @@ def _pieces(view: memoryview, nbytes: int) -> list[memoryview]:
     return [view[at : at + nbytes] for at in range(0, len(view), nbytes)]
 
 
-__all__ = ["LinkReceive", "LinkSend", "MessageDriver"]
+__all__ = ["HEADER_NBYTES", "LinkReceive", "LinkSend", "MessageDriver"]

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,9 @@ from r2ccl.clock import monotonic
 from r2ccl.errors import ConcurrentCalls, R2cclError
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.data_loop import DataLoop
+from r2ccl.runtime.messages.direct import NOT_RUN, Delayed, DirectEnd, Outcome
 from r2ccl.runtime.messages.local_driver import LocalDriver, message_of
 from r2ccl.runtime.messages.matching import Message
-from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
 from r2ccl.runtime.patience import Caller, Patience, timed_out
 from r2ccl.shm.layout import CHANGED, FINISHED
 from r2ccl.shm.message_layout import CALL_DTYPE, CALL_RECV_DTYPE, CALL_SOURCE, CALL_TO, OPEN
@@ -77,36 +77,6 @@ class LocalEngine(Protocol):
         ...
 
 
-class NotRun:
-    """Type of `NOT_RUN`: no direct call ran, so the caller has to make a request instead."""
-
-
-NOT_RUN = NotRun()
-
-
-class Delayed(NamedTuple):
-    """Requests that continue a direct call whose peer was late, or sent another frame first.
-
-    None stands for a direction that the call does not have.
-    """
-
-    sent: SendRequest | None
-    received: ReceiveRequest | None
-
-
-class LocalEnd(NamedTuple):
-    """Buffer, peer (its rank in the communicator) and tag of a send or receive of a direct call."""
-
-    buffer: Buffer
-    peer: int
-    tag: int
-
-
-#: Result of a direct call: the message that it received, or None if it only sent; `Delayed` if
-#: requests continue it; `NOT_RUN`.
-Outcome = Message | Delayed | NotRun | None
-
-
 class LocalMessages:
     """Carrier (`Way`) of the messages of one communicator in shared memory.
 
@@ -144,6 +114,9 @@ class LocalMessages:
         self._prepared: dict[tuple[int, ...], tuple[DirectCall, Message | None]] = {}
         loop.pollers.append(self.poll)
         engine.watch_end(self.end)
+
+    #: Direct calls are possible.
+    is_direct = True
 
     # Turns
 
@@ -294,7 +267,7 @@ class LocalMessages:
         return self._run(key, found, x, out)
 
     def begin(
-        self, key: tuple[int, ...], sent: LocalEnd | None, received: LocalEnd | None
+        self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
     ) -> Outcome:
         """Run a direct call; if its arrays are C-contiguous NumPy arrays, keep it for `repeat`.
 
@@ -303,7 +276,7 @@ class LocalMessages:
         key : tuple of int
             ``(to, tag)`` of a send, ``(source, tag, 0)`` of a receive, and ``(to, tag, source,
             recv_tag)`` of both. The 0 only makes the key of a receive differ from that of a send.
-        sent, received : LocalEnd or None
+        sent, received : DirectEnd or None
             The send and the receive; None if the call has none.
 
         Returns
@@ -439,7 +412,7 @@ def _is_plain(buffer: Buffer) -> bool:
     return type(owner) is np.ndarray and bool(owner.flags.c_contiguous)
 
 
-def _operand(end: LocalEnd | None, is_plain: bool) -> Operand | None:
+def _operand(end: DirectEnd | None, is_plain: bool) -> Operand | None:
     from r2ccl.shm.rings import Operand
 
     if end is None:
@@ -455,4 +428,4 @@ def _bytes(array: npt.NDArray[Any]) -> memoryview:
 _DATA = object.__basicsize__
 _NOTHING = np.empty(0, np.uint8)
 
-__all__ = ["NOT_RUN", "Delayed", "LocalEnd", "LocalEngine", "LocalMessages", "NotRun", "Outcome"]
+__all__ = ["LocalEngine", "LocalMessages"]

@@ -119,6 +119,11 @@ class Matching:
         return not self._envelopes and not self._takers
 
     @property
+    def has_takers(self) -> bool:
+        """True if a receive is kept."""
+        return bool(self._takers)
+
+    @property
     def kept_nbytes(self) -> int:
         """Size in bytes of the data of the kept messages."""
         return sum(len(each.payload or b"") for each in self._envelopes)

@@ -17,12 +17,14 @@ from r2ccl.failover.migration.calls import message_context
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.contexts import Context
 from r2ccl.runtime.data_loop import DataLoop
+from r2ccl.runtime.messages.direct import DirectEnd, Outcome
 from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.local import LocalEngine, LocalMessages
 from r2ccl.runtime.messages.local_driver import LocalDriver
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.network import NetworkMessages
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
+from r2ccl.runtime.messages.short import ShortMessages
 from r2ccl.runtime.patience import Caller, Patience
 from r2ccl.runtime.status import Pending, Wait
 
@@ -86,7 +88,15 @@ class MessageRequest:
 
 
 class Way(Protocol):
-    """Carrier of the messages of one communicator: links, or shared memory."""
+    """Carrier of the messages of one communicator: links, or shared memory.
+
+    Attributes
+    ----------
+    is_direct : bool
+        True if the carrier runs direct calls (`r2ccl.runtime.messages.direct`).
+    """
+
+    is_direct: bool
 
     @property
     def driver(self) -> MessageProtocol:
@@ -113,6 +123,41 @@ class Way(Protocol):
         """Advance messages until ``is_done()``.
 
         Raise TransportTimeout, which ends the communicator, after ``patience.timeout_s``.
+        """
+        ...
+
+    def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
+        """Run the direct call that `begin` prepared for `key`, with arrays of the same form.
+
+        Return NOT_RUN if there is no such call, the form of an array differs, or the communicator
+        has ended, and in the cases in which `begin` returns NOT_RUN.
+        """
+        ...
+
+    def begin(
+        self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
+    ) -> Outcome:
+        """Run a direct call; a carrier may keep it for `repeat`.
+
+        Parameters
+        ----------
+        key : tuple of int
+            ``(to, tag)`` of a send, ``(source, tag, 0)`` of a receive, and ``(to, tag, source,
+            recv_tag)`` of both. The 0 only makes the key of a receive differ from that of a send.
+        sent, received : DirectEnd or None
+            The send and the receive; None if the call has none.
+
+        Returns
+        -------
+        Message or Delayed or NotRun or None
+            NOT_RUN if the carrier cannot run this call directly now; else see `Outcome`.
+
+        Raises
+        ------
+        ConcurrentCalls
+            If the caller is a signal handler that interrupted a call of its thread.
+        R2cclError
+            If the communicator has ended, or ends meanwhile.
         """
         ...
 
@@ -167,9 +212,12 @@ class Messenger:
             depth=job.config.landing_depth,
             health=health,
         )
-        self._network = NetworkMessages(self, loop, driver, connect)
+        short = None
+        if loop.compiled is not None:
+            short = ShortMessages(loop, driver, self, self._pending_direct, self._timeout_s)
+        self._network = NetworkMessages(self, loop, driver, connect, short)
         #: Carrier of the messages.
-        self._way: Way = self._network
+        self.way: Way = self._network
         #: Identifier of the thread that began to wait for a message last; 0 once a wait has ended.
         self._waiter = 0
         self._refusal: Callable[[], R2cclError] | None = None
@@ -191,14 +239,9 @@ class Messenger:
     @property
     def is_below(self) -> bool:
         """True in a signal handler that interrupted a wait of its thread, or as `Way.is_below`."""
-        return self._waiter == get_ident() or self._way.is_below
+        return self._waiter == get_ident() or self.way.is_below
 
     # Shared memory
-
-    @property
-    def local(self) -> LocalMessages | None:
-        """Carrier of the messages in shared memory; None if they use the network."""
-        return self._local
 
     def share_memory(self, rings: Rings, engine: LocalEngine) -> None:
         """From now on, exchange messages through `rings`, in memory that the ranks share."""
@@ -208,7 +251,7 @@ class Messenger:
             members=self._members,
             eager_nbytes=self._job.config.eager_nbytes,
         )
-        self._local = self._way = LocalMessages(self, self._loop, driver, engine)
+        self._local = self.way = LocalMessages(self, self._loop, driver, engine)
 
     def free_memory(self, timeout_s: float) -> bool:
         """Send messages over the network again.
@@ -216,7 +259,7 @@ class Messenger:
         Return False if a call still uses the shared memory after `timeout_s`.
         """
         if self._local is None or self._local.close(timeout_s):
-            self._local, self._way = None, self._network
+            self._local, self.way = None, self._network
             return True
         return False
 
@@ -232,7 +275,7 @@ class Messenger:
         R2cclError
             If the communicator has ended.
         """
-        driver = self._way.driver
+        driver = self.way.driver
 
         def is_done() -> bool:
             driver.withdraw()
@@ -270,18 +313,18 @@ class Messenger:
         `x` must not change until the request is done. If `is_synchronous`, the request is done only
         after a receive has taken the message.
         """
-        driver = self._way.driver
+        driver = self.way.driver
 
         def post() -> SendRequest:
             view = bytes_of(x)
             return driver.send(view, x.dtype_code, to, tag, is_synchronous=is_synchronous)
 
-        self._way.connect_to(self._members[to])
+        self.way.connect_to(self._members[to])
         return MessageRequest(self, self._own(post), x.owner)
 
     def receive(self, out: Buffer, source: int, tag: int) -> MessageRequest:
         """Begin to receive a message into `out`; `source` and `tag` may be `ANY`."""
-        driver = self._way.driver
+        driver = self.way.driver
 
         def post() -> ReceiveRequest:
             return driver.receive(bytes_of(out), out.dtype_code, source, tag)
@@ -294,7 +337,7 @@ class Messenger:
         If `is_blocking`, wait for a message. After ``R2CC_TIMEOUT_S``, raise TransportTimeout; the
         communicator has then ended.
         """
-        find = partial(self._way.driver.probe, source, tag)
+        find = partial(self.way.driver.probe, source, tag)
         found: Message | None = self._own(find, is_step=True)
         peer = ANY if source == ANY else self._members[source]
         wanted = f"a message of {_named('rank', peer)} with {_named('tag', tag)}"
@@ -331,7 +374,7 @@ class Messenger:
         """
         if isinstance(request, SendRequest):
             return False
-        return bool(self._own(partial(self._way.driver.cancel, request)))
+        return bool(self._own(partial(self.way.driver.cancel, request)))
 
     def wait(
         self, request: SendRequest | ReceiveRequest, timeout_s: float | None = None
@@ -378,7 +421,7 @@ class Messenger:
     def _own(self, fn: Callable[[], Any], *, is_step: bool = False) -> Any:
         """Return the result of `Way.own`; raise the refusal if calls are refused."""
         self._require_open()
-        return self._way.own(fn, is_step=is_step)
+        return self.way.own(fn, is_step=is_step)
 
     def _wait(
         self, is_done: Callable[[], bool], peer: int, doing: str, what: str, timeout_s: float
@@ -392,10 +435,20 @@ class Messenger:
         self._waiter = get_ident()
         self.peers = frozenset() if peer in (ANY, self._job.rank) else frozenset((peer,))
         try:
-            self._way.wait(is_done, patience)
+            self.way.wait(is_done, patience)
         finally:
             self._waiter = 0
             self.peers = frozenset()
+
+    def _pending_direct(self, sent: DirectEnd | None, received: DirectEnd | None) -> Pending:
+        """Describe a direct call over links."""
+        if received is None:
+            assert sent is not None
+            peer = self._members[sent.peer]
+            return self._pending(peer, f"send() to rank {peer}", "matching receive")
+        peer = self._members[received.peer]
+        doing = f"recv() from rank {peer} with {_named('tag', received.tag)}"
+        return self._pending(peer, doing, "message")
 
     def _pending(self, peer: int, doing: str, what: str) -> Pending:
         waits = () if peer == ANY else (Wait(peer, what),)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from r2ccl.runtime.data_loop import DataLoop
+from r2ccl.runtime.messages.direct import NOT_RUN, DirectEnd, Outcome
 from r2ccl.runtime.messages.driver import MessageDriver
+from r2ccl.runtime.messages.short import ShortMessages
 from r2ccl.runtime.patience import Caller, Patience
 
 
@@ -25,6 +27,8 @@ class NetworkMessages:
         Exchange of the messages.
     connect : callable
         ``connect(peers)`` connects paths to ranks of the job, and waits for them.
+    short : ShortMessages or None
+        Runs direct calls; None if there are none.
     """
 
     #: Always False: the data loop itself detects a signal handler that interrupted its call.
@@ -36,8 +40,12 @@ class NetworkMessages:
         loop: DataLoop,
         driver: MessageDriver,
         connect: Callable[[frozenset[int]], None],
+        short: ShortMessages | None,
     ) -> None:
         self.driver = driver
+        #: True if direct calls are possible.
+        self.is_direct = short is not None
+        self._short = short
         self._caller = caller
         self._loop = loop
         self._connect = connect
@@ -76,6 +84,29 @@ class NetworkMessages:
     def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
         """Run the data loop until ``is_done()``; see `DataLoop.wait`."""
         self._call(lambda: self._loop.wait(self._caller, is_done, patience))
+
+    # Direct calls
+
+    def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
+        """Return NOT_RUN: no direct call is kept."""
+        return NOT_RUN
+
+    def begin(
+        self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
+    ) -> Outcome:
+        """Run a direct call of short messages; see `Way.begin`."""
+        short = self._short
+        if short is None or not short.is_likely(key, sent, received):
+            return NOT_RUN
+
+        def run() -> Outcome:
+            self._caller.check()
+            found = short.run(key, sent, received)
+            self._loop.progress.advance()
+            return found
+
+        outcome: Outcome = self._call(run)
+        return outcome
 
     def _call(self, fn: Callable[[], Any]) -> Any:
         """Call ``fn()`` as the owner of the data loop, and return its result.

@@ -44,7 +44,7 @@ def test_paths_that_a_message_waits_for_are_not_idle() -> None:
     links.deliver(link)
     link.acked = link.consumed  # as the next tick confirms it
     assert links.idle_peers() == [2]
-    sent = engine.messenger._way.driver.send(memoryview(bytes(1000)), 0, 2, 7)
+    sent = engine.messenger.way.driver.send(memoryview(bytes(1000)), 0, 2, 7)
     for each in links.senders.values():
         each.outstanding.clear()
         each.confirmed = each.posted
@@ -54,7 +54,7 @@ def test_paths_that_a_message_waits_for_are_not_idle() -> None:
 
 def test_an_empty_synchronous_message_leaves_no_peer_busy() -> None:
     engine, _ = make_engine()
-    driver, busy = engine.messenger._way.driver, engine._links.calls_of(message_context(0)).busy
+    driver, busy = engine.messenger.way.driver, engine._links.calls_of(message_context(0)).busy
     sent = driver.send(memoryview(b""), 0, 2, 7, is_synchronous=True)
     link = engine._links.receiver(1, first_channel(message_context(0)))
     link.arrived(0, _ENVELOPE.pack(_REQUEST, 0, 1, 7, 1, 0))

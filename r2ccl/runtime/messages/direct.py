@@ -1,0 +1,46 @@
+"""Direct calls: blocking sends and receives that compiled code runs without a request.
+
+A carrier of messages (`r2ccl.runtime.messages.messenger.Way`) runs a send, a receive, or both as a
+direct call if nothing else is under way with which the call could interfere. If the call cannot end
+in compiled code, for example because the peer is late, requests continue it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from r2ccl.runtime.arrays.buffers import Buffer
+from r2ccl.runtime.messages.matching import Message
+from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
+
+
+class NotRun:
+    """Type of `NOT_RUN`: no direct call ran, so the caller has to make a request instead."""
+
+
+NOT_RUN = NotRun()
+
+
+class Delayed(NamedTuple):
+    """Requests that continue a direct call whose peer was late, or sent another frame first.
+
+    None stands for a direction that the call does not have.
+    """
+
+    sent: SendRequest | None
+    received: ReceiveRequest | None
+
+
+class DirectEnd(NamedTuple):
+    """Buffer, peer (its rank in the communicator) and tag of a send or receive of a direct call."""
+
+    buffer: Buffer
+    peer: int
+    tag: int
+
+
+#: Result of a direct call: the message that it received, or None if it only sent; `Delayed` if
+#: requests continue it; `NOT_RUN`.
+Outcome = Message | Delayed | NotRun | None
+
+__all__ = ["NOT_RUN", "Delayed", "DirectEnd", "NotRun", "Outcome"]
