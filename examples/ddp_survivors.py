@@ -1,6 +1,6 @@
 """Train with DistributedDataParallel over r2ccl; a rank dies on the way, and the others go on.
 
-Run: ``MASTER_PORT=29400 r2ccl launch --keep-going -n 3 -- python examples/ddp_survivors.py``
+Run: ``r2ccl launch --keep-going -n 3 -- python examples/ddp_survivors.py``
 
 Rank 2 dies before step 10. The others form a new process group and continue from the last step that
 all of them completed, with their weights and the state of their optimizers. Rank 0 prints the time

@@ -7,7 +7,6 @@ netlab, the lab takes the NIC down. On loopback, the rank closes its own connect
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -121,9 +120,6 @@ class Loopback:
                 "R2CC_CHANNELS": str(RAILS * (RAILS - 1)),
                 "R2CC_SHM": "0",
             }
-            # torch's store listens there; `r2ccl launch` chooses only r2ccl's own port.
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                store = {"MASTER_PORT": str(probe.getsockname()[1])}
             ranks = subprocess.Popen(
                 [*launch, "--", *program.argv],
                 env={
@@ -131,7 +127,6 @@ class Loopback:
                     **_SETTINGS,
                     **program.env,
                     **rails,
-                    **store,
                     **(faults if plan.faults else {}),
                 },
                 stdin=subprocess.DEVNULL,

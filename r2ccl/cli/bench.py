@@ -15,7 +15,7 @@ from pathlib import Path
 from r2ccl.bootstrap.launchers import find_launcher
 from r2ccl.cli.lines import launch_printing
 from r2ccl.cli.perf.forms import FORMS, OPS
-from r2ccl.cli.values import parse_size
+from r2ccl.cli.values import one_of, parse_size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     names = [*FORMS, "all"]
-    add("--collective", choices=names, default="allreduce", metavar="NAME",
+    add("--collective", type=one_of(names), choices=names, default="allreduce", metavar="NAME",
         help=f"{', '.join(names)}; default: %(default)s")  # fmt: skip
     add("-b", "--minbytes", type=parse_size, default="1M", help="least size; default: %(default)s")
     add("-e", "--maxbytes", type=parse_size, help="largest size; default: --minbytes")

@@ -89,12 +89,14 @@ def capabilities_of(
 
 
 def missing_of(
-    required: Sequence[str], found: Capabilities, findings: DoctorFindings
+    required: Sequence[str], found: Capabilities, findings: DoctorFindings, config: Config
 ) -> tuple[DoctorFinding, ...]:
     """Return an error, with a fix, for each name in `required` that cannot be used."""
+    excluding = {"R2CC_HCA": config.hca, "R2CC_FAILED_NICS": config.failed_nics}
+    settings = " and ".join(name for name, value in excluding.items() if value)
     has = {"rdma": found.rdma, "gpu": found.gpus, "shm": found.shm}
     reasons = {
-        "rdma": (findings.verbs, "unset R2CC_HCA and R2CC_FAILED_NICS"),
+        "rdma": (findings.verbs, f"unset {settings}" if settings else "see the section rails"),
         "gpu": (findings.gpus, "install a GPU with NVIDIA's driver, and pip install 'r2ccl[gpu]'"),
         "shm": (
             (findings.sharing, *(each for each in findings.rails if each.level == "error")),

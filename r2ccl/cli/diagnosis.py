@@ -291,14 +291,28 @@ CHECKS: tuple[Callable[[Facts], DoctorFinding], ...] = (
 )
 
 
-def examine(facts: Facts) -> tuple[DoctorFinding, ...]:
-    """Run all checks of verbs and return their findings, one per check."""
-    return tuple(check(facts) for check in CHECKS)
+def examine(facts: Facts, *, is_required: bool = False) -> tuple[DoctorFinding, ...]:
+    """Run all checks of verbs and return their findings, one per check.
+
+    If the machine has no RDMA device, return a single remark, unless RDMA is required: most
+    machines use TCP.
+    """
+    if is_required or facts.hcas or facts.uverbs:
+        return tuple(check(facts) for check in CHECKS)
+    return (
+        DoctorFinding(
+            "devices",
+            "skipped",
+            "not present: the kernel has no RDMA device, and TCP rails need none; if this machine "
+            "has an RDMA NIC, r2ccl doctor --require rdma says what it lacks",
+        ),
+    )
 
 
 def is_usable(findings: tuple[DoctorFinding, ...]) -> bool:
-    """Return True if no finding is an error; verbs can then be used on at least one port."""
-    return all(finding.level != "error" for finding in findings)
+    """Return True if a check succeeded and none failed; at least one port can then be used."""
+    levels = {finding.level for finding in findings}
+    return "ok" in levels and "error" not in levels
 
 
 def _is_import_failure(error: str) -> bool:

@@ -92,10 +92,10 @@ def report(required: Sequence[str], *, is_json: bool) -> int:
         sharing=examine_sharing(config),
         gpus=examine_gpus(cuda, config),
         topology=examine_machine(machine, cuda.topology.links_from, os.sched_getaffinity(0)),
-        verbs=examine(facts),
+        verbs=examine(facts, is_required="rdma" in required),
     )
     uses = capabilities_of(facts, cuda, findings, config)
-    missing = missing_of(required, uses, findings)
+    missing = missing_of(required, uses, findings, config)
     if is_json:
         found = {"version": VERSION, "uses": uses, "missing": missing, "findings": findings}
         seen = {"facts": facts, "cuda": cuda, "machine": machine}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from r2ccl.cli.values import parse_duration, parse_rate, parse_size
+from r2ccl.cli.values import one_of, parse_duration, parse_rate, parse_size
 
 #: Collectives whose schedules can be compared. Those with unequal parts are left out, because their
 #: traffic depends on the sizes of the parts.
@@ -48,8 +48,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--nbytes", type=parse_size, default="1G", metavar="SIZE",
         help="size of the whole buffer, as 64M; units are powers of 1024; default: %(default)s",
     )  # fmt: skip
-    add("--collective", choices=COLLECTIVES, default="allreduce", metavar="NAME",
-        help=f"{', '.join(COLLECTIVES)}; default: %(default)s")  # fmt: skip
+    add(
+        "--collective", type=one_of(COLLECTIVES), choices=COLLECTIVES, default="allreduce",
+        metavar="NAME", help=f"{', '.join(COLLECTIVES)}; default: %(default)s",
+    )  # fmt: skip
     add(
         "--lose", type=_ports, action="extend", default=[], metavar="NODE:NIC,...",
         help="NICs that are down; repeatable",

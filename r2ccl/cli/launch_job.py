@@ -14,7 +14,7 @@ import secrets
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -147,10 +147,32 @@ def _here(share: JobShare) -> dict[int, str]:
     return dict.fromkeys(range(share.first, share.first + share.count), socket.gethostname())
 
 
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """Reserve a port of loopback at which rank 0 can listen.
+
+    The port is bound, so the kernel gives it to no other process. No socket listens at it, so a
+    process that sets SO_REUSEADDR, as torch's store does, can.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def _with_master_port(program: JobCommand, port: int) -> JobCommand:
+    """Return `program` with MASTER_PORT, at which torch's store listens: `port` unless it is set.
+
+    r2ccl itself uses R2CC_PORT.
+    """
+    given = os.environ.get("MASTER_PORT", str(port))
+    return msgspec.structs.replace(program, env={"MASTER_PORT": given, **program.env})
+
+
 async def _run_here(args: argparse.Namespace, program: JobCommand) -> int:
     supervisor = _supervisor(args, has_stdin=args.stdin)
-    with LocalJob(args.nranks) as job:
-        ranks = HostRanks(job.share, program, supervisor)
+    with LocalJob(args.nranks) as job, _reserved_port() as port:
+        ranks = HostRanks(job.share, _with_master_port(program, port), supervisor)
 
         async def start() -> None:
             await ranks.start(job.listener)
@@ -163,6 +185,7 @@ async def _run_on_hosts(
     args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]], program: JobCommand
 ) -> int:
     address = _master_address(args, placed)
+    program = _with_master_port(program, (args.port or DEFAULT_PORT) - 1)
     settings = {
         name: value
         for name, value in os.environ.items()
@@ -256,7 +279,7 @@ async def _run_share(
     address, port = _master_address(args, placed), args.port or DEFAULT_PORT
     share = JobShare(nranks, first, count, address, port, _shared_secret(len(placed)))
     supervisor = _supervisor(args, has_stdin=args.stdin and first == 0)
-    ranks = HostRanks(share, program, supervisor)
+    ranks = HostRanks(share, _with_master_port(program, port - 1), supervisor)
     with contextlib.ExitStack() as stack:
         listener: socket.socket | None = None
         if first == 0:

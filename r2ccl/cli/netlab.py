@@ -20,9 +20,11 @@ from r2ccl.testing.faults import Action, Fault
 from r2ccl.testing.netlab import Lab, LabError, LabShape, RankResult, clean, ensure_privileged
 from r2ccl.testing.netlab.fabric import FABRICS
 
-#: Exit statuses: timed out as in timeout(1), wrong command line, unavailable as in sysexits.h.
+#: Exit statuses: timed out as in timeout(1), wrong command line, and two of sysexits.h: the input
+#: (here, a fault) does not fit, and unavailable.
 _EXIT_TIMED_OUT = 124
 _EXIT_USAGE = 2
+_EXIT_NOT_FIRED = 65
 _EXIT_UNAVAILABLE = 69
 
 _EPILOG = f"""\
@@ -31,6 +33,11 @@ faults, as ACTION:name=value,...:
   target    node, rail (isolate: also peer, the other node; stop and kill: rank)
   trigger   at_s=SECONDS, or at_op=N[,at_step=M] (rank=R: the rank whose progress counts)
   others    duration_s, rate (slow), mean_s and seed (flap)
+
+exit status:
+  that of the failed rank with the lowest number, or 128 + the number of the signal that ended it;
+  {_EXIT_TIMED_OUT} after a timeout; {_EXIT_NOT_FIRED} if no rank failed, but a fault did not fire;
+  {_EXIT_USAGE} for a wrong command line; {_EXIT_UNAVAILABLE} if this machine cannot build a lab
 
 example:
   r2ccl netlab --nodes 4 --rails 4 --rate 200mbit \\
@@ -82,10 +89,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the parsed command; return the exit status for the shell.
 
-    The status is 0 if no rank failed; otherwise that of the failed rank with the lowest number, or
-    128 + the signal number if a signal ended it. It is 124 after a timeout, 2 for a wrong command
-    line, and 69 if this machine cannot build or remove a lab, or a fault could not be applied or
-    undone. With ``--clean`` it is 0. With ``--enter`` the command replaces this process.
+    The status is 0 if no rank failed and every fault fired. If a rank failed, it is that of the
+    failed rank with the lowest number, or 128 + the signal number if a signal ended it. It is 124
+    after a timeout, 65 if no rank failed but a fault did not fire, 2 for a wrong command line, and
+    69 if this machine cannot build or remove a lab, or a fault could not be applied or undone. With
+    ``--clean`` it is 0. With ``--enter`` the command replaces this process.
     """
     try:
         if args.json is not None and (args.clean or args.enter):
@@ -128,8 +136,12 @@ def _run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     for fault in plan.pending():
-        print(f"[lab] did not fire: {fault}", file=sys.stderr)
-    status = _status(results)
+        print(
+            f"[lab] did not fire: {fault}: the run, or the collective of at_op, ended before its "
+            "trigger; choose an earlier trigger, or let the program run longer",
+            file=sys.stderr,
+        )
+    status = _status(results) or (_EXIT_NOT_FIRED if plan.pending() else 0)
     if args.json is not None:
         write_result(
             args.json,

@@ -76,7 +76,7 @@ def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
     found += [_port(each, hcas, len(nics), facts, config) for each in facts.hcas]
     failed = [rail.is_failed for rail in local_rails(facts, config)]
     shown = [_marked(each, failed) for each in sorted(found, key=_order)]
-    return (*shown, *_summary(failed.count(False), hcas))
+    return (*shown, *_summary(failed, hcas))
 
 
 def select_ports(facts: Facts, config: Config) -> Sequence[Hca]:
@@ -172,15 +172,15 @@ def _why_no_port(each: Hca, facts: Facts, config: Config) -> str:
     return "has no GID to send from, see below"
 
 
-def _summary(count: int, hcas: Sequence[Hca]) -> tuple[DoctorFinding, ...]:
-    if count < 2:
+def _summary(failed: Sequence[bool], hcas: Sequence[Hca]) -> tuple[DoctorFinding, ...]:
+    if failed.count(False) < 2:
+        or_declare = ", or remove NICs that work from R2CC_FAILED_NICS" if any(failed) else ""
         return (
             DoctorFinding(
                 "rails",
                 "warning",
                 "fewer than two usable rails: a job cannot survive the loss of a rail",
-                "add another interface with an address, or remove NICs that work from "
-                "R2CC_FAILED_NICS",
+                f"add another interface with an address{or_declare}",
             ),
         )
     if hcas:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+
+from r2ccl.config import nearest
 
 #: Seconds in which the other ranks of a job can exit by themselves after a failure; their calls
 #: raise PeerLost.
@@ -32,6 +34,23 @@ def seconds(text: str) -> float:
             f"{text!r}; allowed is more than 0 and less than 1e6 seconds"
         )
     return value
+
+
+def one_of(names: Sequence[str]) -> Callable[[str], str]:
+    """Return a parser of one of `names`.
+
+    For another text it raises argparse.ArgumentTypeError, which suggests the nearest name. Give the
+    argument the same names as ``choices``, too: shells complete them.
+    """
+
+    def parse(text: str) -> str:
+        if text in names:
+            return text
+        near = nearest(text, names)
+        hint = f"did you mean {near}? " if near else ""
+        raise argparse.ArgumentTypeError(f"{text!r}; {hint}allowed are {', '.join(names)}")
+
+    return parse
 
 
 def parse_size(text: str) -> int:
@@ -151,6 +170,7 @@ def size_range(begin: int, end: int, *, step: int, factor: float) -> Iterator[in
 __all__ = [
     "FAILURE_GRACE_S",
     "format_size",
+    "one_of",
     "parse_counts",
     "parse_duration",
     "parse_rate",

@@ -102,10 +102,16 @@ def ports_of(
         ]
     if not found:
         raise InvalidArgument(
-            f"nic={nic!r}: rank {rank} on {own.hostname} has no such NIC; allowed are "
-            f"{', '.join(dict.fromkeys(own.nics))} and the rails 0 to {len(own.nics) - 1}"
+            f"nic={nic!r} names no NIC of this rank: {describe_nics(own)}; pass one of these "
+            "names, or the number of a rail"
         )
     return tuple(found)
+
+
+def describe_nics(info: PeerInfo) -> str:
+    """Return the NICs of a rank, with the rails that they serve, for messages."""
+    nics = ", ".join(f"{name} (rail {rail})" for rail, name in enumerate(info.nics))
+    return f"rank {info.rank} on {info.hostname} has {nics}"
 
 
 def _number(given: SupportsIndex) -> int:
@@ -164,4 +170,4 @@ def _check(peers: Sequence[PeerInfo], ports: set[Port]) -> None:
                 )
 
 
-__all__ = ["Declared", "Port", "declared", "is_declared", "ports_of"]
+__all__ = ["Declared", "Port", "declared", "describe_nics", "is_declared", "ports_of"]

@@ -54,7 +54,7 @@ def announce(
         control.nranks,
         VERSION,
         ", ".join(_rail(rail, nic) for rail, nic in enumerate(rails)),
-        _transport(control, is_local=is_local, is_shared=is_shared),
+        describe_transport(has_rdma=control.nhcas > 0, is_local=is_local, is_shared=is_shared),
         config.algo if config.is_planned else "ring",
         config.mode,
     )
@@ -66,11 +66,12 @@ def _rail(rail: int, nic: Nic) -> str:
     return f"{rail} {nic.name}{at}{' (last resort)' * nic.is_last_resort}"
 
 
-def _transport(control: ControlPlane, *, is_local: bool, is_shared: bool) -> str:
-    network = "RDMA, TCP as the last resort" if control.nhcas else "TCP"
+def describe_transport(*, has_rdma: bool, is_local: bool, is_shared: bool) -> str:
+    """Return the transports of host arrays; for `is_local` and `is_shared` see `announce`."""
+    network = "RDMA, TCP as the last resort" if has_rdma else "TCP"
     if is_local:
         return f"shared memory, {network} for calls that cannot use it"
     return f"{network}, shared memory within each host" if is_shared else network
 
 
-__all__ = ["announce"]
+__all__ = ["announce", "describe_transport"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -38,15 +38,17 @@ class Exclusions:
         own = self._job.rank
         return tuple(rail for rank, rail in sorted(self._failover.excluded) if rank == own)
 
-    def change(self, ports: Iterable[tuple[int, int]], *, is_excluded: bool) -> None:
+    def change(self, ports: Sequence[tuple[int, int]], *, is_excluded: bool, nics: str) -> None:
         """Exclude NICs, or end their exclusion; wait until all ranks have agreed to that.
 
         Parameters
         ----------
-        ports : iterable of (int, int)
+        ports : sequence of (int, int)
             Rank (in the job) and rail of each NIC.
         is_excluded : bool
             True: exclude the NICs; False: end their exclusion.
+        nics : str
+            The NICs from which the caller chose, for the message of a refusal.
 
         Raises
         ------
@@ -82,8 +84,11 @@ class Exclusions:
                     rank=job.rank,
                 )
         if refusal:
+            is_several = len({rail for _, rail in ports}) > 1
+            or_one = ", or exclude a single rail by its number" if is_several else ""
             raise InvalidArgument(
-                f"the NIC cannot be excluded: {refusal}; first include or repair another NIC"
+                f"the NIC cannot be excluded: {refusal}; {nics}: first include, repair or add "
+                f"another NIC{or_one}"
             )
 
 

@@ -16,7 +16,7 @@ import msgspec
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument, R2cclError, TransportError, TransportTimeout
-from r2ccl.failover.exclusion import ports_of
+from r2ccl.failover.exclusion import describe_nics, ports_of
 from r2ccl.failover.health.driver import Known
 from r2ccl.failover.migration.calls import first_channel
 from r2ccl.planning.cost_model import Fabric
@@ -227,8 +227,12 @@ class Participant:
         """Exclude a NIC, or end its exclusion; see `Communicator.exclude` for the errors."""
         self.collectives.require_free()
         of_job = self.engine.context.members[rank_of(rank, self.engine.nranks, "rank")]
-        ports = ports_of(self._control.peers, of_job, nic)
-        self.engine.exclusions.change(ports, is_excluded=is_excluded)
+        peers = self._control.peers
+        self.engine.exclusions.change(
+            ports_of(peers, of_job, nic),
+            is_excluded=is_excluded,
+            nics=describe_nics(peers[of_job]),
+        )
 
     # State; any thread may read it, without waiting
 

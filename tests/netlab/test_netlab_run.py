@@ -304,6 +304,8 @@ def cli(*arguments: str) -> int:
 
 
 SMALL = ("--nodes", "2", "--rails", "1")
+#: A fault after the end of each program below.
+LATE = ("--fault", "nic_down:node=1,rail=0,at_s=600")
 
 
 def test_command_line_runs_a_plan_and_reports_it(
@@ -337,6 +339,8 @@ def test_command_line_runs_a_plan_and_reports_it(
         (("--json", "x.json", "--clean"), 2, "--json needs ranks"),
         (("--rate", "fast", "--", "true"), 2, "rate='fast'"),
         (("--fault", "nic_down:node=7,rail=0,at_s=1", "--", "true"), 2, "node 7 does not exist"),
+        ((*LATE, "--", "true"), 65, "did not fire: nic_down:node=1,rail=0,at_s=600"),
+        ((*LATE, "--", "sh", "-c", "exit $RANK"), 1, "did not fire: nic_down"),
     ],
 )
 def test_command_line_status(

@@ -42,9 +42,13 @@ def exclude_beside_a_call(count: int) -> list[str]:
     check(all("EXCLUDED" in path.cause and path.state != "up" for path in paths), "still up")
     check((comm.health().rails[0].state == "excluded") == (comm.rank == 1), "wrong state")
     if comm.rank == 0:
-        with raises(r2ccl.InvalidArgument, match="rank 1 would have no rail left"):
+        known = r"rank 1 on .* has lo \(rail 0\), lo \(rail 1\)"
+        last = rf"rank 1 would have no rail left; {known}: first include, .* another NIC$"
+        with raises(r2ccl.InvalidArgument, match=last):
             comm.exclude(1, 1)
-        with raises(r2ccl.InvalidArgument, match="no such NIC"):
+        with raises(r2ccl.InvalidArgument, match=f"{known}: .* a single rail by its number$"):
+            comm.exclude(1, "lo")
+        with raises(r2ccl.InvalidArgument, match="'eth99' names no NIC"):
             comm.exclude(1, "eth99")
     before = _slices_on(comm, 0)
     for _ in range(20):

@@ -29,6 +29,7 @@ from r2ccl.cli.perf.options import DTYPES_BY_NAME, PerfOptions
 from r2ccl.cli.perf.report import (
     HEADER,
     describe,
+    describe_paths,
     format_line,
     row_of,
     save_results,
@@ -266,6 +267,7 @@ def run(options: PerfOptions) -> int:
             say(f"r2ccl bench: {problem}", file=sys.stderr)
             return 2
         say(describe(options, comm.nranks))
+        say(describe_paths(comm.health().rails, comm.explain(options.maxbytes)))
         job = PerfJob(comm, options, stack)
         for form in map(FORMS.__getitem__, options.collectives):
             say(f"#\n# collective: {form.name}\n{HEADER}")

@@ -13,6 +13,9 @@ from r2ccl.cli.perf.cases import Case
 from r2ccl.cli.perf.forms import algbw, busbw
 from r2ccl.cli.perf.options import NCCL_NAMES, PerfOptions
 from r2ccl.cli.results import write_file
+from r2ccl.planning.planner import Explanation
+from r2ccl.runtime.announcement import describe_transport
+from r2ccl.runtime.status import RailHealth
 
 
 def row_of(
@@ -81,6 +84,20 @@ def describe(options: PerfOptions, nranks: int) -> str:
         f" agg iters: {options.ngrouped} blocking: {int(options.is_blocking)}"
         f" validation: {options.nchecks}"
     )
+
+
+def describe_paths(rails: Sequence[RailHealth], call: Explanation) -> str:
+    """Return the second line of the output: the transports and the rails of this rank.
+
+    `call` explains the largest allreduce.
+    """
+    transport = describe_transport(
+        has_rdma=any(not rail.address for rail in rails),
+        is_local=call.is_local,
+        is_shared=call.is_local or call.nchunks > 0,
+    )
+    names = ", ".join(f"{rail.rail} {rail.name}" for rail in rails)
+    return f"# transport of host arrays: {transport}; rails of rank 0: {names}"
 
 
 def machine() -> dict[str, Any]:
@@ -152,6 +169,7 @@ def _cpu_model() -> str:
 __all__ = [
     "HEADER",
     "describe",
+    "describe_paths",
     "format_line",
     "machine",
     "row_of",

@@ -37,6 +37,9 @@ Address = tuple[str, int]
 _NKNOCKS = 3
 #: Value of SO_LINGER with which close() sends RST, not FIN: neither kernel keeps TIME_WAIT state.
 _NO_LINGER = struct.pack("ii", 1, 0)
+#: Details of the two answers; a bare "refused" would read as a failure.
+_ACCEPTED = "the host is reachable: it accepted the connect"
+_REFUSED = "the host is reachable: it refused the connect, as expected"
 
 
 class _Probe:
@@ -211,7 +214,7 @@ class TcpProber:
         """
         if code in (0, errno.ECONNREFUSED):
             self._answered.add(probe.key)
-            self._end(probe, True, "connected" if code == 0 else "refused")
+            self._end(probe, True, _ACCEPTED if code == 0 else _REFUSED)
             return
         probe.detail = decode_errno(code)
         if probe.nsent == _NKNOCKS and not probe.socks:

@@ -285,6 +285,26 @@ def test_the_secret_is_in_no_command_line() -> None:
     assert run_command("-n", "1", *python(code))[1] == b"False 64\n"
 
 
+def test_ranks_get_a_port_at_which_rank_0_can_listen() -> None:
+    code = (
+        "import socket; port = int(os.environ['MASTER_PORT'])\n"
+        "if rank == 0: socket.create_server(('', port))\n"
+        "print(port, port != int(os.environ['R2CC_PORT']))"
+    )
+    status, out, err = run_command("-n", "2", "--tag", "never", *python(code))
+    assert status == 0, err
+    port = out.split()[0]
+    assert out.splitlines() == [b"%s True" % port] * 2
+    assert int(port) > 1023
+
+
+def test_a_port_that_the_user_sets_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29411")
+    code = python("print(os.environ['MASTER_PORT'])")
+    assert run_command("-n", "1", *code)[1] == b"29411\n"
+    assert run_command("-n", "1", "--env", "MASTER_PORT=29412", *code)[1] == b"29412\n"
+
+
 def test_the_exit_status_is_the_first_failures() -> None:
     status, _, err = run_command("-n", "2", *python("sys.exit(7 if rank else 0)"))
     assert status == 7

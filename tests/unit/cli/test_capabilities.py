@@ -89,10 +89,25 @@ def test_a_machine_without_network_has_loopback() -> None:
 
 
 def test_what_is_missing_comes_with_its_fix() -> None:
-    rdma, gpu = missing_of(["rdma", "gpu", "shm", "rdma"], found(), FINDINGS)
+    rdma, gpu = missing_of(["rdma", "gpu", "shm", "rdma"], found(), FINDINGS, Config())
     assert (rdma.check, rdma.fix) == ("rdma", "kernel: modprobe ib_uverbs")
     assert "pip install 'r2ccl[gpu]'" in gpu.fix
-    assert missing_of([], found(), FINDINGS) == ()
+    assert missing_of([], found(), FINDINGS, Config()) == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        ({"hca": "none"}, "unset R2CC_HCA"),
+        ({"failed_nics": "here:eth1"}, "unset R2CC_FAILED_NICS"),
+        ({"hca": "^mlx5_0", "failed_nics": "a:b"}, "unset R2CC_HCA and R2CC_FAILED_NICS"),
+        ({}, "see the section rails"),
+    ],
+)
+def test_only_settings_that_are_set_are_to_be_unset(settings: dict[str, str], fix: str) -> None:
+    usable = msgspec.structs.replace(FINDINGS, verbs=(GOOD,))
+    (rdma,) = missing_of(["rdma"], found(), usable, Config(**settings))
+    assert rdma.fix == fix
 
 
 @pytest.fixture

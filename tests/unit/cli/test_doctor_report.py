@@ -194,7 +194,8 @@ def test_what_spares_another_port_is_a_warning(changes: dict[str, object], check
 
 
 def test_what_cannot_be_looked_at_is_not_called_good() -> None:
-    levels = {finding.check: finding.level for finding in examine(WITHOUT_KERNEL)}
+    findings = examine(WITHOUT_KERNEL, is_required=True)
+    levels = {finding.check: finding.level for finding in findings}
     assert levels == {
         "pyverbs": "ok",
         "kernel": "error",
@@ -205,6 +206,15 @@ def test_what_cannot_be_looked_at_is_not_called_good() -> None:
         "memlock": "ok",
         "listing": "skipped",
     }
+
+
+def test_rdma_that_is_not_there_is_no_error() -> None:
+    (found,) = examine(WITHOUT_KERNEL)
+    assert (found.check, found.level, found.fix) == ("devices", "skipped", "")
+    assert found.says.startswith("not present: ")
+    assert not is_usable((found,))
+    hidden = msgspec.structs.replace(WITHOUT_KERNEL, uverbs=HEALTHY.uverbs)
+    assert of(hidden, "devices").level == "error", "a container without the NIC's files"
 
 
 def test_the_limit_does_not_bind_who_may_lock() -> None:
@@ -255,7 +265,7 @@ def test_the_command_tells_in_text_and_json(
     assert msgspec.convert(report["facts"], Facts) == facts
     assert msgspec.convert(report["cuda"], CudaFacts) == NO_GPU
     assert msgspec.convert(report["machine"], Machine) == MACHINE
-    assert len(report["findings"]["verbs"]) == len(CHECKS)
+    assert len(report["findings"]["verbs"]) == (len(CHECKS) if has_rdma else 1)
     assert len(report["findings"]["gpus"]) == len(report["findings"]["topology"]) == 1
     # Device memory is registered with the RDMA ports that are rails.
     assert asked == [["mlx5_0:1"] if has_rdma else []] * 2

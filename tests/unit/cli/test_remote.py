@@ -86,16 +86,17 @@ def test_each_rank_has_its_place_and_the_secret_is_in_no_command(
     monkeypatch.setenv("MINE", "m")
     program = (
         f"printf %s $R2CC_SECRET > {tmp_path}/$RANK\n"
-        "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $R2CC_RAILS $MINE $X "
+        "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT "
+        "$R2CC_RAILS $MINE $X "
         f"${{#R2CC_SECRET}} $(cat /proc/[0-9]*/cmdline | grep -caFf {tmp_path}/$RANK) 2>/dev/null"
     )
     hosts = ("--hosts", "localhost:2,127.0.0.3:1", "--master-addr", "127.0.0.2", "--ssh", ssh)
     arguments = ("--env", "MINE", "--env", "X=y", "--tag", "never", "--", "sh", "-c", program)
     assert run(*hosts, *arguments) == 0
     assert sorted(line for line in capfd.readouterr().out.splitlines() if "m y" in line) == [
-        "0 3 0 2 127.0.0.2 3 m y 64 0",
-        "1 3 1 2 127.0.0.2 3 m y 64 0",
-        "2 3 0 1 127.0.0.2 3 m y 64 0",
+        "0 3 0 2 127.0.0.2 29500 3 m y 64 0",
+        "1 3 1 2 127.0.0.2 29500 3 m y 64 0",
+        "2 3 0 1 127.0.0.2 29500 3 m y 64 0",
     ]
     assert stand_ins.logins.read_text() == "127.0.0.3\n"  # this host needs no ssh
 

@@ -21,6 +21,24 @@ def test_a_timeout_out_of_range_is_a_usage_error(
     assert f"--timeout: {value!r}; allowed is more than 0 and less" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["bench", "explain"])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("all_reduce", "did you mean allreduce? allowed are allreduce, allgather, "),
+        ("all_gather", "did you mean allgather? "),
+        ("reduce-scatter", "did you mean reduce_scatter? "),
+        ("ping", "'ping'; allowed are allreduce, "),
+    ],
+)
+def test_a_wrong_collective_is_told_the_nearest_one(
+    command: str, name: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--collective", name])
+    assert hint in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [("0", 0), ("256", 256), ("64K", 65536), ("1.5m", 3 << 19), ("2GiB", 2 << 30), ("8B", 8)],

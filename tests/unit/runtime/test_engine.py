@@ -153,21 +153,23 @@ def test_a_late_rank_in_shared_memory_is_logged(caplog: pytest.LogCaptureFixture
 
 # Excluded rails
 
+NICS = "rank 2 on b has eth0 (rail 0)"
+
 
 def test_an_order_that_no_rank_answers_times_out() -> None:
     ticks = itertools.count()
     engine, _ = make_engine(1, lambda: float(next(ticks)), timeout_s=20.0)
     with pytest.raises(TransportTimeout, match="have not agreed to exclude or include"):
-        engine.exclusions.change([(1, 0)], is_excluded=True)
+        engine.exclusions.change([(1, 0)], is_excluded=True, nics=NICS)
     engine.check()
 
 
 def test_an_order_that_is_refused_changes_nothing() -> None:
     engine, _ = make_engine()
-    with pytest.raises(InvalidArgument, match="rank 2 would have no rail left; first include"):
-        engine.exclusions.change([(2, 0)], is_excluded=True)
+    with pytest.raises(InvalidArgument, match="would have no rail left; rank 2 on b has eth0"):
+        engine.exclusions.change([(2, 0)], is_excluded=True, nics=NICS)
     assert engine.exclusions.rails() == ()
-    engine.exclusions.change([(2, 0)], is_excluded=False)
+    engine.exclusions.change([(2, 0)], is_excluded=False, nics=NICS)
     engine.check()
 
 
@@ -175,7 +177,7 @@ def test_the_error_that_ends_a_communicator_is_left_to_its_call() -> None:
     engine, _ = make_engine()
     engine.on_peer_lost(2, "silent", 1.0)
     with pytest.raises(CommunicatorRevoked, match=r"was revoked: .*silent") as caught:
-        engine.exclusions.change([(2, 0)], is_excluded=True)
+        engine.exclusions.change([(2, 0)], is_excluded=True, nics=NICS)
     assert isinstance(caught.value.reason, PeerLost)
     with pytest.raises(PeerLost):
         engine.check()
@@ -184,7 +186,7 @@ def test_the_error_that_ends_a_communicator_is_left_to_its_call() -> None:
 def test_mode_failstop_excludes_nothing() -> None:
     engine, _ = make_engine(mode="failstop")
     with pytest.raises(InvalidArgument, match="R2CC_MODE=failstop"):
-        engine.exclusions.change([(2, 0)], is_excluded=True)
+        engine.exclusions.change([(2, 0)], is_excluded=True, nics=NICS)
 
 
 def test_calls_of_closed_shared_memory_stay_counted() -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,13 @@ from r2ccl.cli.perf.cases import Case, count_wrong, expected, make_inputs, place
 from r2ccl.cli.perf.forms import FORMS, DataExtent, busbw
 from r2ccl.cli.perf.measure import Measurement
 from r2ccl.cli.perf.options import PerfOptions, options_of
-from r2ccl.cli.perf.report import HEADER, format_line, row_of, verdict
+from r2ccl.cli.perf.report import HEADER, describe_paths, format_line, row_of, verdict
 from r2ccl.cli.results import check_file
 from r2ccl.dtypes import CODES, DTYPES
 from r2ccl.errors import InvalidArgument
 from r2ccl.kernels import ON_GPU, divider, reducer
+from r2ccl.planning.planner import Explanation
+from r2ccl.runtime.status import RailHealth
 from r2ccl.types import ReduceOp
 
 PERF = [sys.executable, "-m", "r2ccl", "bench"]
@@ -339,6 +342,12 @@ class Solo:
 
     def barrier(self) -> None: ...
 
+    def health(self) -> Any:
+        return SimpleNamespace(rails=())
+
+    def explain(self, nbytes: int) -> Explanation:
+        return Explanation(nbytes, None, (), "")  # type: ignore[arg-type]
+
     def dup(self) -> Solo:
         return Solo(error=RuntimeError("no path"))
 
@@ -420,6 +429,7 @@ def test_every_collective_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "all.json"
     ran = run_perf([*TINY, "--collective", "all", "--nranks", "3", "--json", str(path)])
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[1].startswith("# transport of host arrays: ")
     rows = right_rows(path)
     forms = FORMS.values()
     assert Counter(row["collective"] for row in rows) == {
@@ -581,3 +591,20 @@ def test_lines_have_the_columns_of_their_heading() -> None:
     assert line.split()[6:9] == ["0.51", "0.51", "0"]
     assert line.split()[9:] == ["N/A"] * 4
     assert len(line) == len(HEADER.splitlines()[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "way", "transport"),
+    [
+        ("lo", "127.0.0.1", {"is_local": True}, "shared memory, TCP for calls that cannot use it"),
+        ("eth0", "10.0.0.1", {}, "TCP"),
+        ("eth0", "10.0.0.1", {"nchunks": 2}, "TCP, shared memory within each host"),
+        ("mlx5_0:1", "", {}, "RDMA, TCP as the last resort"),
+    ],
+)
+def test_the_transports_are_named(name: str, address: str, way, transport: str) -> None:
+    rail = RailHealth(0, name, address, 0, "up", (), 0)
+    call = Explanation(4, None, (), "", **way)  # type: ignore[arg-type]
+    assert describe_paths([rail], call) == (
+        f"# transport of host arrays: {transport}; rails of rank 0: 0 {name}"
+    )

@@ -73,7 +73,9 @@ def bench() -> Iterator[Bench]:
 
 
 def test_a_connection_is_an_answer_and_is_not_kept(bench: Bench) -> None:
-    assert bench.ask(STRAIGHT) == Probed(STRAIGHT, True, "connected")
+    assert bench.ask(STRAIGHT) == Probed(
+        STRAIGHT, True, "the host is reachable: it accepted the connect"
+    )
     sock, _ = bench.far.accept()
     with sock, pytest.raises(ConnectionResetError):
         sock.recv(1)
@@ -81,7 +83,8 @@ def test_a_connection_is_an_answer_and_is_not_kept(bench: Bench) -> None:
 
 def test_a_refusal_is_an_answer(bench: Bench) -> None:
     bench.refuse()
-    assert bench.ask(STRAIGHT) == Probed(STRAIGHT, True, "refused")
+    detail = "the host is reachable: it refused the connect, as expected"
+    assert bench.ask(STRAIGHT) == Probed(STRAIGHT, True, detail)
 
 
 def test_silence_lasts_as_long_as_the_timeout(bench: Bench) -> None:
