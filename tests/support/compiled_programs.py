@@ -143,7 +143,7 @@ def repeated(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, in
         return nwrong, len(repeats), compiled.nleft
 
 
-def _reset(fd: int) -> None:
+def reset(fd: int) -> None:
     """Reset a connection; what the kernel has received and not passed on is lost."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.connect(fd, bytes(16), 16):  # address family AF_UNSPEC
@@ -169,7 +169,7 @@ def repeated_beside_a_cut(seed: int, ncalls: int) -> tuple[int, int, int]:
                 time.sleep(0.005)
                 paths = comm._engine._loop._transport._by_path
                 used = [conn for path, conn in paths.items() if path.rail == 0]
-                _reset(used[int(pick * len(used))].fd)
+                reset(used[int(pick * len(used))].fd)
             x = parts[rank] + np.float32(number % 7)
             if is_broadcast:
                 nwrong += not np.array_equal(comm.broadcast(x), expected + number % 7)

@@ -152,8 +152,8 @@ class CompiledCalls:
             As in `HeldCall`. None: the call must not be held, because the next one may need another
             plan.
         post : callable, optional
-            For a call without lanes: if the data loop has to finish the call, ``post()`` posts its
-            slices and receives.
+            For messages, a call without lanes: if the data loop has to finish the call, ``post()``
+            posts its slices and receives. Call `take_events` first: the events may be messages.
 
         Returns
         -------
@@ -165,9 +165,7 @@ class CompiledCalls:
         if program is None:
             return None
         conns = self._prepare(program, lanes, calls)
-        if conns is None and self._transport.has_events:
-            # Those of an earlier call, which ended in Python: nothing is lent while they wait.
-            self._progress.step()
+        if conns is None and post is None and self.take_events():
             conns = self._prepare(program, lanes, calls)
         if conns is None:
             return None
@@ -181,6 +179,16 @@ class CompiledCalls:
             # Both refer to the caller's arrays.
             program.call, self._conns, self._running = None, [], None
         return runs
+
+    def take_events(self) -> bool:
+        """Handle the events that the transport has; return False if it has none.
+
+        They are of an earlier call, which ended in Python. Nothing is lent while they wait.
+        """
+        if not self._transport.has_events:
+            return False
+        self._progress.step()
+        return True
 
     @property
     def arena_nbytes(self) -> int:

@@ -243,7 +243,10 @@ class Replay:
         for path, frame, region, ack in self._recorder.asked.values():
             if path != conn.path:
                 continue
-            at_pair = self._numbers[path.peer, frame.channel]
+            at_pair = self._numbers.get((path.peer, frame.channel), -1)
+            if at_pair < 0:  # of a message, which the replay has granted
+                conn.ask(frame, region, ack)
+                continue
             words = program.pair(at_pair)
             ordinal = frame.seq - int(words[at.FIRST_RECEIVED])
             if ordinal >= words[at.ASKED]:

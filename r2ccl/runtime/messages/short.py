@@ -110,6 +110,7 @@ class ShortMessages:
         the links or connections are in use.
         """
         driver = self._driver
+        self._compiled.take_events()  # one of them may be the message to receive
         for each in (sent, received):
             if each is not None and not driver.has_links(each.peer):
                 return NOT_RUN
@@ -144,6 +145,7 @@ class ShortMessages:
         self._left.pop(key, None)
         if sent is not None:
             driver.note_short(sent.peer, sent.buffer.nbytes)
+        driver.advance()  # peers may have confirmed earlier envelopes
         return None if received is None else self._received(received, call.received)
 
     def _received(self, end: DirectEnd, envelope: memoryview) -> Message | Delayed:

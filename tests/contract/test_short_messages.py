@@ -1,0 +1,39 @@
+"""Short messages over TCP in compiled code: exact wherever it returns to Python, and after cuts."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+from support import short_message_programs as programs
+from support.jobs import launch
+from support.slow import slow_but
+
+#: Few slots, so that senders wait for confirmations.
+SMALL = {"eager_nbytes": 1 << 12, "slice_nbytes": 1 << 12, "eager_slots": 2}
+QUICK = [(0, 2, 0, 60), (1, 3, 1, 60), (2, 2, 0, 40)]
+CASES = [
+    (*each, is_small, 200)
+    for each in itertools.product((0, 1, 2, 3), (2, 3, 4))
+    for is_small in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("limit", "nranks", "is_small", "nrounds"), slow_but(QUICK, QUICK + CASES))
+def test_messages_are_exact_wherever_a_call_leaves(limit, nranks, is_small, nrounds):
+    given = functools.partial(programs.mixture, limit, nrounds, SMALL if is_small else {})
+    found = launch(given, nranks, timeout_s=100.0)
+    assert [nwrong for nwrong, _, _ in found] == [0] * nranks
+    assert sum(ndone for _, ndone, _ in found) > 0
+    if limit:
+        assert sum(nleft for _, _, nleft in found) > 0
+
+
+@pytest.mark.parametrize("seed", slow_but(range(3), range(40)))
+def test_messages_are_exact_though_a_path_fails(seed: int) -> None:
+    program = functools.partial(programs.beside_a_cut, seed, 100)
+    found = launch(program, 2 + seed % 3, timeout_s=100.0)
+    assert [nwrong for nwrong, _, _ in found] == [0] * len(found)
+    assert sum(ndone for _, ndone, _ in found) > 0
+    assert sum(nrepairs for _, _, nrepairs in found) > 0

@@ -1,0 +1,134 @@
+"""Programs of ranks that exchange short messages over TCP, which compiled code runs."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+from support.compiled_programs import compiled_of, reset
+
+import r2ccl
+from r2ccl import ANY_TAG, Communicator, Message
+
+#: Numbers of elements: none, staged with the header, one fragment, and too many for an envelope.
+COUNTS = (0, 1, 77, 500, 3_000, 20_001)
+
+
+def data(seed: int, source: int, count: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng((seed, source)).integers(-99, 99, count).astype(np.float32)
+
+
+def mixture(limit: int, nrounds: int, settings: dict[str, Any]) -> tuple[int, int, int]:
+    """Exchange messages in many ways; return the number of wrong ones, and of calls in and out.
+
+    These are the calls that ended in compiled code, and those that left it: after `limit` events,
+    unless that is 0, or for another reason.
+    """
+    with r2ccl.init(shm="0", compiled="1", **settings) as comm, comm.dup() as other:
+        compiled = compiled_of(comm)
+        compiled.limit = limit
+        chance = random.Random(limit)  # equal on all ranks
+        nwrong = 0
+        for number in range(nrounds):
+            if chance.randrange(20) == comm.rank:
+                time.sleep(0.012)
+            nwrong += not _WAYS[chance.randrange(len(_WAYS))](comm, number, chance)
+            if chance.random() < 0.1:
+                nwrong += not np.array_equal(other.allreduce(np.ones(3)), np.full(3, comm.nranks))
+            if chance.random() < 0.05:
+                comm.health()
+        comm.barrier()
+        return nwrong, compiled.nfinished, compiled.nleft
+
+
+def beside_a_cut(seed: int, nrounds: int) -> tuple[int, int, int]:
+    """Exchange messages while a path fails; return the number of wrong ones, direct ones, repairs.
+
+    Before one of the rounds, a rank waits until its peers have sent messages, and then resets a
+    connection, so that these messages are lost.
+    """
+    chance = random.Random(seed)  # equal on all ranks
+    cut, pick, ways = chance.randrange(5, nrounds - 5), chance.random(), _WAYS[: 1 + seed % 3]
+    nwrong = 0
+    with r2ccl.init(shm="0", compiled="1", rails=2) as comm:
+        compiled = compiled_of(comm)
+        for number in range(nrounds):
+            if number == cut and comm.rank == comm.nranks - 1:
+                time.sleep(0.005)
+                paths = compiled._transport._by_path
+                used = [conn for path, conn in paths.items() if path.rail == 0]
+                reset(used[int(pick * len(used))].fd)
+            nwrong += not ways[chance.randrange(len(ways))](comm, number, chance)
+        comm.barrier()
+        return nwrong, compiled.nfinished, len(comm.repairs())
+
+
+def _ring(comm: Communicator, number: int, chance: random.Random) -> bool:
+    """Send to the next rank and receive from the previous one, which may be the same rank."""
+    count, tag = chance.choice(COUNTS), chance.randrange(3)
+    before, after = (comm.rank - 1) % comm.nranks, (comm.rank + 1) % comm.nranks
+    out = np.full(count, -1, np.float32)
+    wanted = chance.choice((tag, ANY_TAG))
+    x = data(number, comm.rank, count)
+    found = comm.sendrecv(x, after, out, before, tag=tag, recv_tag=wanted)
+    return found == Message(before, tag, count) and np.array_equal(out, data(number, before, count))
+
+
+def _chain(comm: Communicator, number: int, chance: random.Random) -> bool:
+    """Pass a message from the first rank to the last one; each may have a larger array for it."""
+    count, more = chance.choice(COUNTS), chance.choice((0, 0, 5))
+    x, is_good = data(number, 0, count), True
+    if comm.rank:
+        x = np.full(count + more, -1, np.float32)
+        found = comm.recv(x, comm.rank - 1, 7)
+        is_good = found == Message(comm.rank - 1, 7, count) and bool((x[count:] == -1).all())
+        x = x[:count]
+    if comm.rank + 1 < comm.nranks:
+        comm.send(x, comm.rank + 1, 7)
+    return is_good and np.array_equal(x, data(number, 0, count))
+
+
+def _halo(comm: Communicator, number: int, chance: random.Random) -> bool:
+    """Exchange with both neighbors, as in a stencil."""
+    count, is_good = chance.choice(COUNTS), True
+    for step in (1, -1):
+        to, source = (comm.rank + step) % comm.nranks, (comm.rank - step) % comm.nranks
+        out = np.full(count, -1, np.float32)
+        comm.sendrecv(data(number, comm.rank, count), to, out, source, tag=step + 1)
+        is_good = is_good and np.array_equal(out, data(number, source, count))
+    return is_good
+
+
+def _crossed(comm: Communicator, number: int, chance: random.Random) -> bool:
+    """Receive two messages in another order than that in which they were sent."""
+    counts = chance.choice(COUNTS), chance.choice(COUNTS)
+    before, after = (comm.rank - 1) % comm.nranks, (comm.rank + 1) % comm.nranks
+    sends = [
+        comm.send(data(number + tag, comm.rank, counts[tag]), after, tag=tag, async_op=True)
+        for tag in (0, 1)
+    ]
+    is_good = True
+    for tag in (1, 0):
+        out = np.full(counts[tag], -1, np.float32)
+        comm.recv(out, before, tag)
+        is_good = is_good and np.array_equal(out, data(number + tag, before, counts[tag]))
+    for send in sends:
+        send.wait()
+    return is_good
+
+
+def _beside(comm: Communicator, number: int, chance: random.Random) -> bool:
+    """Exchange short messages while a receive waits for a message of another rank."""
+    count = chance.choice(COUNTS)
+    before = (comm.rank - 1) % comm.nranks
+    out = np.full(count, -1, np.float32)
+    waiting = comm.recv(out, before, 9, async_op=True)
+    is_good = _ring(comm, number, chance)
+    comm.send(data(number, comm.rank, count), (comm.rank + 1) % comm.nranks, 9)
+    waiting.wait()
+    return is_good and np.array_equal(out, data(number, before, count))
+
+
+_WAYS = (_ring, _chain, _halo, _crossed, _beside)
