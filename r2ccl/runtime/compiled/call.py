@@ -109,7 +109,8 @@ class CompiledCalls:
         self._programs: OrderedDict[int, tuple[Plan, CompiledProgram | None]] = OrderedDict()
         self._loop: Callable[[int], int] = callable_of(_LOOP)
         self._loop_address = address_of(_LOOP)
-        #: Address of the loop of a repeated call, see `r2ccl.runtime.compiled.repeated`.
+        #: Loop of a repeated call, see `r2ccl.runtime.compiled.repeated`, and its address.
+        self.repeat: Callable[[int, int, int, int, int], int] = callable_of(_REPEATED)
         self.repeated = address_of(_REPEATED)
         #: Memory for landing places and copies of eager slices; all calls use it.
         self._arena = np.empty(0, np.uint8)
@@ -217,7 +218,7 @@ class CompiledCalls:
         # exception ends the communicator.
         is_running = words[at.REMAINING] != 0
         ncalls = words[at.NREPEATS] + (0 if is_running else 1)
-        op = words[at.OP] - (1 if is_running else 0)
+        op = words[at.OP] - (words[at.OP_STEP] if is_running else 0)
         self._update_to(held, ncalls, op, is_running=is_running)
         self._return_conns(held.program, held.conns)
         self.held = None
@@ -227,6 +228,7 @@ class CompiledCalls:
         lanes: HostLanes,
         result: int,
         repeat: Callable[[Callable[[], int]], int],
+        post: Callable[[], None] | None = None,
     ) -> Sequence[LaneRun]:
         """Continue a repetition of the held call, whose loop has returned `result`.
 
@@ -237,8 +239,9 @@ class CompiledCalls:
         program, calls, conns, _, on_settled = held
         words = program.view
         op = words[at.OP]
-        self._update_to(held, words[at.NREPEATS], op - 1, is_running=True)
-        self._links.begin(calls, program.plan.signature, program.plan.pairs)
+        self._update_to(held, words[at.NREPEATS], op - words[at.OP_STEP], is_running=True)
+        if post is None:
+            self._links.begin(calls, program.plan.signature, program.plan.pairs)
         on_settled(op)
         self.held = None
         # From here on the slot of this call is slot 0, as in a call that was not repeated.
@@ -252,7 +255,7 @@ class CompiledCalls:
                 result = repeat(partial(self._loop, program.address))
             ended = result
         finally:
-            runs = self._end(program, lanes, calls, conns, ended, None)
+            runs = self._end(program, lanes, calls, conns, ended, None, post)
             program.call, self._conns, self._running = None, [], None
         return runs
 
@@ -564,7 +567,8 @@ class CompiledCalls:
         for ordinal in range(max(0, least - first), end.nsends):
             view = program.copy_of(end.number, ordinal, slot)
             index = sends[ordinal][0]
-            item = Slice(first + ordinal, view, True, last_op - back, signature, _ENDED, index)
+            op = last_op - back * program.view[at.OP_STEP]
+            item = Slice(first + ordinal, view, True, op, signature, _ENDED, index)
             item.path, item.state = end.route, SliceState.RETIRED
             sender.outstanding.append(item)
 

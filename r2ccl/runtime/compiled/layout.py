@@ -16,8 +16,9 @@ from __future__ import annotations
     NPAIRS, NCONNS, NLOCALS,
     #: Addresses of the records of pairs, connections and steps, and of the numbers of local steps.
     PAIRS, CONNS, STEPS, LOCALS,
-    #: Number of the call, and the communicator's context id, as in frames.
-    OP, CONTEXT,
+    #: Number of the call, and the communicator's context id, as in frames. Difference between the
+    #: numbers of two calls in succession: 1, or 0 for messages, which have no numbers.
+    OP, CONTEXT, OP_STEP,
     #: Number of slices that are not done, of all steps.
     REMAINING,
     #: Address of the kernel of the reduction (0: none), and size of an element in bytes.
@@ -58,7 +59,7 @@ from __future__ import annotations
     #: CPU for this rank, which no other rank of the host has (-1: none), and address of memory for
     #: two sets of CPUs. Number of passes of the loop that found nothing to do.
     HOME, CPU_SETS, NIDLE,
-) = range(47)  # fmt: skip
+) = range(48)  # fmt: skip
 STATE_NWORDS = 48
 
 # Connection.

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.config import Config
-from r2ccl.failover.migration.calls import context_of
+from r2ccl.failover.migration.calls import context_of, is_of_messages
 from r2ccl.failover.migration.link import RecvLink, SendLink
 from r2ccl.failover.migration.links import Links
 from r2ccl.kernels.fold import fold_kernel
@@ -196,6 +196,7 @@ class CompiledProgram:
         state[at.PAIRS], state[at.CONNS] = base + 8 * self.pairs_at, base + 8 * self.conns_at
         state[at.STEPS], state[at.LOCALS] = base + 8 * self._steps_at, base + 8 * locals_at
         state[at.CONTEXT] = context_of(self.pairs[0].key[1]) if self.pairs else 0
+        state[at.OP_STEP] = not is_of_messages(int(state[at.CONTEXT]))
         state[at.REMAINING] = sum(lane.nslices for lane in plan.layout.lanes)
         state[at.KERNEL], state[at.ITEMSIZE] = kernel, plan.layout.itemsize
         state[at.SLOTS], state[at.CONFIRM_AFTER] = config.eager_slots, config.confirm_after

@@ -42,6 +42,7 @@ from r2ccl.runtime.compiled.layout import (
     NSLOTS,
     NSTEPS,
     OP,
+    OP_STEP,
     PASSED,
     POSTED,
     RELEASED,
@@ -79,7 +80,7 @@ def renew(state: Any) -> None:
     All other words have their initial values, or hold for the next call: nothing is queued, staged
     or read in part.
     """
-    state[OP] += 1
+    state[OP] += state[OP_STEP]
     state[NREPEATS] += 1
     state[REMAINING] = state[TOTAL]
     state[ARENA] = state[FIRST_SLOT] + state[NREPEATS] % state[NSLOTS] * state[SLOT_NBYTES]

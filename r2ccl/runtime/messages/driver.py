@@ -242,10 +242,18 @@ class MessageDriver(MessageProtocol):
         """Return whether there are paths to `peer`; False for this rank and for `ANY`."""
         return peer not in (ANY, self._rank) and self._members[peer] in self._links.connected
 
+    @property
+    def has_waiting(self) -> bool:
+        """True if a message or receive is kept, or an envelope waits for a free slot."""
+        return not self.matching.is_empty or any(self._envelopes.values())
+
+    def has_room(self, to: int, nbytes: int) -> bool:
+        """Return whether rank `to` may buffer a short message of `nbytes`."""
+        return self._has_room(self._members[to], nbytes)
+
     def may_send(self, to: int, nbytes: int) -> bool:
         """Return whether a short message of `nbytes` to rank `to` could be sent at once."""
-        peer = self._members[to]
-        return not self._envelopes.get(peer) and self._has_room(peer, nbytes)
+        return not self._envelopes.get(self._members[to]) and self.has_room(to, nbytes)
 
     def may_receive(self, source: int, tag: int) -> bool:
         """Return whether a new receive would take the next message with `tag` from `source`."""
@@ -269,18 +277,29 @@ class MessageDriver(MessageProtocol):
 
     def take_short(
         self, envelope: memoryview, view: memoryview, dtype: int, source: int, tag: int
-    ) -> Message | ReceiveRequest:
+    ) -> Message | None:
         """Receive the message in `envelope`, which compiled code has received, into `view`.
 
-        `source` is the rank that has sent the envelope. If it is not a message with `dtype`, `tag`
-        and the size of `view`, post a receive and then handle the envelope.
+        `source` is the rank that has sent the envelope. Return None, and do nothing, if it is not a
+        message with `dtype`, `tag` and the size of `view`, or if this rank has to report to
+        `source` that it has taken the message; then call `pass_on`.
         """
         kind, given, first_op, number, _, nbytes = _HEADER.unpack_from(envelope)
-        is_wanted = kind == EnvelopeKind.MESSAGE and first_op == self._first_op
-        if is_wanted and given == dtype and tag in (ANY, number):
-            view[:] = envelope[HEADER_NBYTES:]
-            self._note_taken(source, nbytes)
-            return Message(source, number, nbytes // dtype_of(dtype).itemsize)
+        if kind != EnvelopeKind.MESSAGE or first_op != self._first_op:
+            return None
+        peer = self._members[source]
+        took = self._took.get(peer, 0) + nbytes
+        is_due = took - self._reported.get(peer, 0) >= _REPORT_EVERY
+        if given != dtype or tag not in (ANY, number) or is_due:
+            return None
+        view[:] = envelope[HEADER_NBYTES:]
+        self._took[peer] = took
+        return Message(source, number, nbytes // dtype_of(dtype).itemsize)
+
+    def pass_on(
+        self, envelope: memoryview, view: memoryview, dtype: int, source: int, tag: int
+    ) -> ReceiveRequest:
+        """Post a receive, then handle an envelope that `take_short` has not taken."""
         request = self.receive(view, dtype, source, tag)
         self._handle(self._members[source], envelope)
         return request

@@ -98,12 +98,14 @@ class NetworkMessages:
         short = self._short
         if short is None or not short.is_likely(key, sent, received):
             return NOT_RUN
+        found = short.repeat(key, sent, received)
+        if found is not NOT_RUN:
+            self._loop.send_rest()
+            return found
 
         def run() -> Outcome:
             self._caller.check()
-            found = short.run(key, sent, received)
-            self._loop.progress.advance()
-            return found
+            return short.run(key, sent, received)
 
         outcome: Outcome = self._call(run)
         return outcome

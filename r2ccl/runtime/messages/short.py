@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from r2ccl.errors import InternalError
+from r2ccl.kernels.arrays import DATA, data_of
 from r2ccl.planning.lowering import Lane, Layout, LinkSteps, Step
 from r2ccl.planning.plan_cache import Plan
+from r2ccl.runtime.compiled.layout import FINISHED
+from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.executor import HostLanes, LandingPool
 from r2ccl.runtime.messages.direct import NOT_RUN, Delayed, DirectEnd, Outcome
@@ -29,6 +32,7 @@ from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
 from r2ccl.runtime.patience import Caller, Patience
 from r2ccl.runtime.status import Pending
 from r2ccl.schedule.ir import OpKind, Space
+from r2ccl.shm.layout import CHANGED
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -39,19 +43,27 @@ _NPREPARED = 64
 _MOST_LEFT, _NSKIPPED = 3, 100
 
 
-class _Prepared(NamedTuple):
+class _Prepared:
     """Plan of a direct call, and the memory of the envelopes that it sends and receives."""
 
-    plan: Plan
-    lanes: HostLanes
-    sent: memoryview
-    received: memoryview
+    __slots__ = ("at", "lanes", "plan", "program", "received", "sent")
+
+    def __init__(self, plan: Plan, lanes: HostLanes) -> None:
+        self.plan = plan
+        self.lanes = lanes
+        self.sent = _view_of(lanes.source)
+        self.received = _view_of(lanes.output)
+        #: Addresses of the pointers to this memory.
+        self.at = id(lanes.source) + DATA, id(lanes.output) + DATA
+        #: Program of the last call with this plan, if that call was held.
+        self.program: CompiledProgram | None = None
 
 
 class ShortMessages:
     """Direct calls of one communicator over links.
 
-    Only the thread that owns the data loop may call `run`.
+    Only the thread that owns the data loop may call `run`. The last call may be held and repeated,
+    like a collective (`r2ccl.runtime.compiled.call`).
 
     Parameters
     ----------
@@ -82,6 +94,9 @@ class ShortMessages:
         self._pending = pending
         self._timeout_s = timeout_s
         self._pool = LandingPool(_memory, 1)
+        self._words = np.zeros(1, np.int64)
+        #: Address of the word 0: a repetition does not check the form of arrays.
+        self._no_form = data_of(self._words)
         self._prepared: dict[tuple[int, ...], _Prepared] = {}
         #: By key: number of calls in succession that compiled code has left; if negative, number of
         #: calls that will not be direct.
@@ -119,39 +134,107 @@ class ShortMessages:
         if received is not None and not driver.may_receive(received.peer, received.tag):
             return NOT_RUN
         call = self._prepare(sent, received)
-        if sent is not None:
-            buffer = sent.buffer
-            driver.pack_short(call.sent, buffer.dtype_code, sent.tag, buffer.nbytes)
-            call.sent[HEADER_NBYTES:] = _bytes_of(sent)
+        self._pack(call, sent)
         requests: list[Delayed] = []
-
-        def post() -> None:
-            requests.append(self._post(sent, received))
-
-        pending = partial(self._pending, sent, received)
-        patience = Patience(self._timeout_s, "R2CC_TIMEOUT_S", pending)
         runs = self._compiled.run(
             call.plan,
             call.lanes,
             driver.calls,
-            partial(self._loop.run_compiled, self._caller, patience),
-            post=post,
+            self._runner(sent, received),
+            # A held call must not let an envelope wait.
+            None if driver.has_waiting else _ignore,
+            lambda: requests.append(self._post(sent, received)),
         )
         if runs is None:
             return NOT_RUN
-        if requests:
-            self._note_left(key)
-            return requests[0]
-        self._left.pop(key, None)
+        held = self._compiled.held
+        call.program = None if held is None else held.program
+        return self._end(key, call, sent, received, requests)
+
+    def repeat(
+        self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
+    ) -> Outcome:
+        """Run a direct call as `run`, by a repetition of the held call; any thread may call this.
+
+        Return NOT_RUN if the held call is another one, or cannot be repeated now.
+        """
+        call = self._prepared.get((*_size_of(sent), *_size_of(received)))
+        if call is None or call.program is None:
+            return NOT_RUN
+        again = partial(self._again, key, call)
+        found = self._loop.repeat(self._caller, call.program, again, sent, received, None)
+        return NOT_RUN if found is NotImplemented else found
+
+    def _again(
+        self,
+        key: tuple[int, ...],
+        call: _Prepared,
+        sent: DirectEnd | None,
+        received: DirectEnd | None,
+        rest: None,
+    ) -> Any:
+        """Implement `repeat`, as the owner of the data loop; return NotImplemented for NOT_RUN."""
+        if sent is not None and not self._driver.has_room(sent.peer, sent.buffer.nbytes):
+            return NotImplemented
+        assert call.program is not None
+        self._pack(call, sent)
+        result = self._compiled.repeat(call.program.address, *call.at, self._no_form, 0)
+        if result == CHANGED:
+            return NotImplemented
+        requests: list[Delayed] = []
+        if result != FINISHED:
+            self._compiled.proceed(
+                call.lanes,
+                result,
+                self._runner(sent, received),
+                lambda: requests.append(self._post(sent, received)),
+            )
+        return self._end(key, call, sent, received, requests)
+
+    def _pack(self, call: _Prepared, sent: DirectEnd | None) -> None:
         if sent is not None:
-            driver.note_short(sent.peer, sent.buffer.nbytes)
-        driver.advance()  # peers may have confirmed earlier envelopes
-        return None if received is None else self._received(received, call.received)
+            buffer = sent.buffer
+            self._driver.pack_short(call.sent, buffer.dtype_code, sent.tag, buffer.nbytes)
+            call.sent[HEADER_NBYTES:] = _bytes_of(sent)
+
+    def _runner(
+        self, sent: DirectEnd | None, received: DirectEnd | None
+    ) -> Callable[[Callable[[], int]], int]:
+        pending = partial(self._pending, sent, received)
+        patience = Patience(self._timeout_s, "R2CC_TIMEOUT_S", pending)
+        return partial(self._loop.run_compiled, self._caller, patience)
+
+    def _end(
+        self,
+        key: tuple[int, ...],
+        call: _Prepared,
+        sent: DirectEnd | None,
+        received: DirectEnd | None,
+        requests: list[Delayed],
+    ) -> Outcome:
+        """Return the outcome of a direct call, which `requests` continue if there are any."""
+        found: Outcome = None
+        if requests:
+            found = requests[0]
+            self._note_left(key)
+        else:
+            self._left.pop(key, None)
+            if sent is not None:
+                self._driver.note_short(sent.peer, sent.buffer.nbytes)
+            if received is not None:
+                found = self._received(received, call.received)
+        if self._compiled.held is None:
+            self._driver.advance()  # peers may have confirmed earlier envelopes
+            self._loop.progress.advance()
+        return found
 
     def _received(self, end: DirectEnd, envelope: memoryview) -> Message | Delayed:
-        dtype, driver = end.buffer.dtype_code, self._driver
-        found = driver.take_short(envelope, _bytes_of(end), dtype, end.peer, end.tag)
-        return found if isinstance(found, Message) else Delayed(None, found)
+        given = envelope, _bytes_of(end), end.buffer.dtype_code, end.peer, end.tag
+        message = self._driver.take_short(*given)
+        if message is not None:
+            return message
+        self._loop.settle_held()
+        return Delayed(None, self._driver.pass_on(*given))
 
     def _post(self, sent: DirectEnd | None, received: DirectEnd | None) -> Delayed:
         """Make requests of a direct call that compiled code has left."""
@@ -201,8 +284,7 @@ class ShortMessages:
         peers, most = frozenset(step.peer for step in steps), max(each.nbytes for each in arrays)
         layout = Layout(self._loop.rank, most, 1, most, (lane,), peers, False)
         plan = Plan(driver.calls.signature, layout, _refuse, None, False)
-        lanes = HostLanes(self._pool, *arrays)
-        return _Prepared(plan, lanes, *map(_view_of, arrays))
+        return _Prepared(plan, HostLanes(self._pool, *arrays))
 
 
 def _size_of(end: DirectEnd | None) -> tuple[int, int]:
@@ -219,6 +301,10 @@ def _view_of(array: Bytes) -> memoryview:
 
 def _memory(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
+
+
+def _ignore(op: int) -> None:
+    """Do nothing: messages have no call numbers."""
 
 
 def _refuse(left: object, right: object, out: object) -> None:
