@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from support.compiled_programs import compiled_of, reset
+from support.compiled_programs import compiled_of, counted_repeats, reset
 
 import r2ccl
 from r2ccl import ANY_TAG, Communicator, Message
@@ -43,16 +44,45 @@ def mixture(limit: int, nrounds: int, settings: dict[str, Any]) -> tuple[int, in
         return nwrong, compiled.nfinished, compiled.nleft
 
 
+def repeated(limit: int, nforms: int, settings: dict[str, Any]) -> tuple[int, int, int]:
+    """Repeat exchanges; return the number of wrong ones, of repetitions, and of calls that left.
+
+    In between, ranks are late, other threads exchange messages, and reports settle the held call.
+    """
+    with (
+        r2ccl.init(shm="0", compiled="1", **settings) as comm,
+        counted_repeats(comm) as repeats,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        compiled = compiled_of(comm)
+        compiled.limit = limit
+        chance = random.Random(limit)  # equal on all ranks
+        nwrong = 0
+        for number in range(nforms):
+            way = chance.choice((_ring, _chain, _halo, _pairs))
+            form = chance.random()
+            for again in range(chance.randrange(5, 90)):
+                if chance.randrange(60) == comm.rank:
+                    time.sleep(0.012)
+                nwrong += not way(comm, 100 * number + again, random.Random(form))
+                if chance.random() < 0.03:
+                    nwrong += not pool.submit(_ring, comm, number, random.Random(number)).result()
+                if chance.random() < 0.03:
+                    comm.health()
+        comm.barrier()
+        return nwrong, len(repeats), compiled.nleft
+
+
 def beside_a_cut(seed: int, nrounds: int) -> tuple[int, int, int]:
-    """Exchange messages while a path fails; return the number of wrong ones, direct ones, repairs.
+    """Exchange messages while a path fails; return the number of wrong ones, repetitions, repairs.
 
     Before one of the rounds, a rank waits until its peers have sent messages, and then resets a
     connection, so that these messages are lost.
     """
     chance = random.Random(seed)  # equal on all ranks
-    cut, pick, ways = chance.randrange(5, nrounds - 5), chance.random(), _WAYS[: 1 + seed % 3]
-    nwrong = 0
-    with r2ccl.init(shm="0", compiled="1", rails=2) as comm:
+    cut, pick, way = chance.randrange(10, nrounds - 10), chance.random(), chance.choice(_USUAL)
+    is_same, form, nwrong = chance.random() < 0.9, chance.random(), 0
+    with r2ccl.init(shm="0", compiled="1", rails=2) as comm, counted_repeats(comm) as repeats:
         compiled = compiled_of(comm)
         for number in range(nrounds):
             if number == cut and comm.rank == comm.nranks - 1:
@@ -60,9 +90,9 @@ def beside_a_cut(seed: int, nrounds: int) -> tuple[int, int, int]:
                 paths = compiled._transport._by_path
                 used = [conn for path, conn in paths.items() if path.rail == 0]
                 reset(used[int(pick * len(used))].fd)
-            nwrong += not ways[chance.randrange(len(ways))](comm, number, chance)
+            nwrong += not way(comm, number, random.Random(form if is_same else number))
         comm.barrier()
-        return nwrong, compiled.nfinished, len(comm.repairs())
+        return nwrong, len(repeats), len(comm.repairs())
 
 
 def _ring(comm: Communicator, number: int, chance: random.Random) -> bool:
@@ -101,6 +131,21 @@ def _halo(comm: Communicator, number: int, chance: random.Random) -> bool:
     return is_good
 
 
+def _pairs(comm: Communicator, number: int, chance: random.Random) -> bool:
+    """Pass a message to and fro between two neighbors, as in a test of latency."""
+    count, peer = chance.choice(COUNTS), comm.rank ^ 1
+    if peer >= comm.nranks:
+        return True
+    out = np.full(count, -1, np.float32)
+    if comm.rank < peer:
+        comm.send(data(number, comm.rank, count), peer, 3)
+        found = comm.recv(out, peer, 3)
+    else:
+        found = comm.recv(out, peer, 3)
+        comm.send(data(number, comm.rank, count), peer, 3)
+    return found == Message(peer, 3, count) and np.array_equal(out, data(number, peer, count))
+
+
 def _crossed(comm: Communicator, number: int, chance: random.Random) -> bool:
     """Receive two messages in another order than that in which they were sent."""
     counts = chance.choice(COUNTS), chance.choice(COUNTS)
@@ -131,4 +176,5 @@ def _beside(comm: Communicator, number: int, chance: random.Random) -> bool:
     return is_good and np.array_equal(out, data(number, before, count))
 
 
-_WAYS = (_ring, _chain, _halo, _crossed, _beside)
+_USUAL = (_ring, _ring, _chain, _pairs, _halo, _crossed)
+_WAYS = (_ring, _chain, _halo, _pairs, _crossed, _beside)

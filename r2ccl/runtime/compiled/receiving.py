@@ -150,6 +150,8 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
     if not is_expected or ordinal < 0:
         return FOREIGN
     if ordinal >= pair[NRECEIVES]:  # a later message
+        if pair[POSTED] < pair[NSENDS]:
+            return FOREIGN  # a confirmation for which a slice waits may follow
         conn[IS_STALLED] = 1
         return MORE
     arrived = words_at(pair[ARRIVED])

@@ -38,9 +38,10 @@ Bytes = npt.NDArray[np.uint8]
 
 #: Maximum number of prepared direct calls.
 _NPREPARED = 64
-#: After so many calls in succession that compiled code has left, further calls with the same ends
-#: are not direct, and for how many.
-_MOST_LEFT, _NSKIPPED = 3, 100
+#: A call that leaves compiled code takes longer than a call in Python. It adds `_LEFT_COST` to the
+#: cost of its key; a call that ends in compiled code subtracts 1. If the cost exceeds `_MOST_COST`,
+#: the next `_NSKIPPED` calls are not direct.
+_LEFT_COST, _MOST_COST, _NSKIPPED = 16, 32, 100
 
 
 class _Prepared:
@@ -98,9 +99,8 @@ class ShortMessages:
         #: Address of the word 0: a repetition does not check the form of arrays.
         self._no_form = data_of(self._words)
         self._prepared: dict[tuple[int, ...], _Prepared] = {}
-        #: By key: number of calls in succession that compiled code has left; if negative, number of
-        #: calls that will not be direct.
-        self._left: dict[tuple[int, ...], int] = {}
+        #: Cost by key; if negative, number of calls that will not be direct.
+        self._costs: dict[tuple[int, ...], int] = {}
 
     def is_likely(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
@@ -109,9 +109,9 @@ class ShortMessages:
         for each in (sent, received):
             if each is not None and not self._driver.is_short(each.buffer.nbytes):
                 return False
-        left = self._left.get(key, 0)
-        if left < 0:
-            self._left[key] = left + 1
+        cost = self._costs.get(key, 0)
+        if cost < 0:
+            self._costs[key] = cost + 1
             return False
         return True
 
@@ -218,7 +218,9 @@ class ShortMessages:
             found = requests[0]
             self._note_left(key)
         else:
-            self._left.pop(key, None)
+            cost = self._costs.get(key, 0)
+            if cost:
+                self._costs[key] = cost - 1
             if sent is not None:
                 self._driver.note_short(sent.peer, sent.buffer.nbytes)
             if received is not None:
@@ -249,10 +251,10 @@ class ShortMessages:
         return Delayed(request, taker)
 
     def _note_left(self, key: tuple[int, ...]) -> None:
-        if len(self._left) >= _NPREPARED:
-            self._left.clear()
-        count = self._left.get(key, 0) + 1
-        self._left[key] = count if count < _MOST_LEFT else -_NSKIPPED
+        if len(self._costs) >= _NPREPARED:
+            self._costs.clear()
+        cost = self._costs.get(key, 0) + _LEFT_COST
+        self._costs[key] = cost if cost <= _MOST_COST else -_NSKIPPED
 
     def _prepare(self, sent: DirectEnd | None, received: DirectEnd | None) -> _Prepared:
         key = (*_size_of(sent), *_size_of(received))
