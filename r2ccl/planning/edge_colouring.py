@@ -53,8 +53,8 @@ def even_out(
 
     Notes
     -----
-    *Cost*: some microseconds per edge for each value of `edges` tried; a few values are usually
-    enough.
+    *Cost*: some microseconds per edge for each number `edges` (see the module) that is
+    tried; usually a few are tried.
     """
     given = _Colouring(ends, allowed, shares, colours)
     for edges in range(_least(ends, shares), given.most()):

@@ -66,7 +66,7 @@ def make_allreduce() -> Loop:
     callable
         ``allreduce(state, source_at, target_at, call, is_resumed)``, a `r2ccl.shm.layout.Loop`.
         The input and the output, which have `LOOP_NBYTES` bytes each, may be the same array. Chunks
-        have at most `LOOP_MOST` bytes, a multiple of 64 and at most `SLOT_NBYTES`.
+        have at most `LOOP_MOST` bytes; `LOOP_MOST` is a multiple of 64 and at most `SLOT_NBYTES`.
     """
 
     def allreduce(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:

@@ -55,9 +55,9 @@ def make_scan() -> Loop:
     callable
         ``scan(state, source_at, target_at, call, is_resumed)``, a `r2ccl.shm.layout.Loop`. The
         input and the output, which have `LOOP_NBYTES` bytes each, may be the same array. Pieces
-        have at most `LOOP_MOST` bytes, a multiple of 64 and at most `SLOT_NBYTES`. With the flag
-        `EXCLUSIVE`, the call is an exscan: a rank's input is not part of its output, and the output
-        of rank 0 keeps its values.
+        have at most `LOOP_MOST` bytes; `LOOP_MOST` is a multiple of 64 and at most `SLOT_NBYTES`.
+        With the flag `EXCLUSIVE`, the call is an exscan: a rank's input is not part of its output,
+        and the output of rank 0 keeps its values.
     """
 
     def scan(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:

@@ -167,9 +167,9 @@ def _last_resort(
     named = [each for each in others if each.name == config.last_resort]
     if not named and all(each.name != config.last_resort for each in chosen):
         raise InvalidArgument(
-            f"R2CC_LAST_RESORT={config.last_resort!r} names no interface besides loopback that is "
-            "up, has an address and is not excluded by R2CC_SOCKET_IFNAME; allowed are auto, none "
-            "or one of these interfaces: "
+            f"R2CC_LAST_RESORT={config.last_resort!r}: the interface must be up, have an address, "
+            "and be neither loopback nor excluded by R2CC_SOCKET_IFNAME; allowed are auto, none or "
+            "one of these interfaces: "
             f"{_describe(each for each in usable if not each.is_loopback)}"
         )
     return named

@@ -1,8 +1,9 @@
-"""Collectives on host memory over TCP, in compiled code.
+"""Collectives on host memory, and exchanges of short messages, over TCP in compiled code.
 
 A compiled loop does the work of links, lanes (see `r2ccl.planning.lowering`), data loop and TCP
 transport, for one call at a time. At an event that the compiled loop does not handle, such as the
-failure of a connection, it returns, and the data loop finishes the call. The modules:
+failure of a connection, it returns, and the data loop finishes the call. An exchange of short
+messages (`r2ccl.runtime.messages.short`) is a call, too. The modules:
 
 - `layout` defines the tables that compiled code and Python share; `program` makes them from a plan;
 - `system` has the system calls, `tables` the access to the tables, `steps` the dependencies and

@@ -243,6 +243,11 @@ class MessageDriver(MessageProtocol):
         return peer not in (ANY, self._rank) and self._members[peer] in self._links.connected
 
     @property
+    def has_long(self) -> bool:
+        """True if a message is unfinished that was announced to this rank or by it."""
+        return bool(self.calls.busy)
+
+    @property
     def has_waiting(self) -> bool:
         """True if a message or receive is kept, or an envelope waits for a free slot."""
         return not self.matching.is_empty or any(self._envelopes.values())

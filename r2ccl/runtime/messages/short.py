@@ -121,11 +121,14 @@ class ShortMessages:
         """Run a direct call of short messages, see `r2ccl.runtime.messages.direct`.
 
         Return NOT_RUN if a peer is this rank, `ANY` or not connected; if a message or receive of
-        the communicator has to come first; if a receive waits, which could take the message; or if
-        the links or connections are in use.
+        the communicator has to come first; if a receive waits, which could take the message; if a
+        long message is under way, which compiled code would delay; or if the links or connections
+        are in use.
         """
         driver = self._driver
         self._compiled.take_events()  # one of them may be the message to receive
+        if driver.has_long:
+            return NOT_RUN
         for each in (sent, received):
             if each is not None and not driver.has_links(each.peer):
                 return NOT_RUN

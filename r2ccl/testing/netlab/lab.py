@@ -250,9 +250,9 @@ class Lab:
         return self._injector.apply(fault)
 
     def restore(self, node: int | None = None, rail: int | None = None) -> Firing:
-        """Undo all faults of a NIC, of a node, of a rail or, with no argument, of all NICs.
+        """Undo the NIC faults of one NIC, of a node, of a rail or, with no argument, of all NICs.
 
-        The result and the errors are those of `apply`.
+        Stopped ranks stay stopped. The result and the errors are those of `apply`.
         """
         return self.apply(Fault(action=Action.RESTORE, node=node, rail=rail))
 
