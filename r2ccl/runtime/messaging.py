@@ -12,7 +12,7 @@ import numpy as np
 from r2ccl.errors import R2cclError
 from r2ccl.runtime import arguments
 from r2ccl.runtime.collectives import Collectives
-from r2ccl.runtime.messages.direct import NOT_RUN, Delayed, DirectEnd, NotRun, Outcome
+from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, NotRun, Outcome
 from r2ccl.runtime.messages.matching import Message
 from r2ccl.runtime.messages.messenger import MessageRequest, Messenger
 
@@ -114,7 +114,7 @@ class MessageCalls:
     def _finish(self, found: Outcome, x: Any, out: Any) -> Message | None:
         """Return the message that a call received; None for a send.
 
-        `found` is the outcome of a direct call (`r2ccl.runtime.messages.direct`); if it is
+        `found` is the outcome of a direct call (`r2ccl.runtime.messages.outcome`); if it is
         `Delayed`, wait for its requests. `x` and `out` are the arrays of the caller.
         """
         if not isinstance(found, Delayed):

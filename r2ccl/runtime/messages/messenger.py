@@ -17,7 +17,7 @@ from r2ccl.failover.migration.calls import message_context
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.contexts import Context
 from r2ccl.runtime.data_loop import DataLoop
-from r2ccl.runtime.messages.direct import DirectEnd, Outcome
+from r2ccl.runtime.messages.outcome import DirectEnd, Outcome
 from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.local import LocalEngine, LocalMessages
 from r2ccl.runtime.messages.local_driver import LocalDriver
@@ -93,7 +93,7 @@ class Way(Protocol):
     Attributes
     ----------
     is_direct : bool
-        True if the carrier runs direct calls (`r2ccl.runtime.messages.direct`).
+        True if the carrier runs direct calls (`r2ccl.runtime.messages.outcome`).
     """
 
     is_direct: bool

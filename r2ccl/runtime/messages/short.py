@@ -25,7 +25,7 @@ from r2ccl.runtime.compiled.layout import FINISHED
 from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.executor import HostLanes, LandingPool
-from r2ccl.runtime.messages.direct import NOT_RUN, Delayed, DirectEnd, Outcome
+from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, Outcome
 from r2ccl.runtime.messages.driver import HEADER_NBYTES, MessageDriver
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
@@ -118,7 +118,7 @@ class ShortMessages:
     def run(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
     ) -> Outcome:
-        """Run a direct call of short messages, see `r2ccl.runtime.messages.direct`.
+        """Run a direct call of short messages, see `r2ccl.runtime.messages.outcome`.
 
         Return NOT_RUN if a peer is this rank, `ANY` or not connected; if a message or receive of
         the communicator has to come first; if a receive waits, which could take the message; if a
@@ -313,7 +313,7 @@ def _ignore(op: int) -> None:
 
 
 def _refuse(left: object, right: object, out: object) -> None:
-    raise InternalError("a message has been reduced: please report this bug")
+    raise InternalError("a message was to be reduced: please report this bug")
 
 
 __all__ = ["ShortMessages"]
