@@ -37,6 +37,8 @@ Algo: TypeAlias = Literal[
     "nested_rings",
     "packed_trees",
 ]
+#: Size in bytes of the header that precedes the data of a short message in its envelope.
+ENVELOPE_NBYTES = 32
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,10 +226,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def inbox_nbytes(self) -> int:
         """Size of the largest eager payload that can arrive, in bytes.
 
-        It is at least 1024: the frame that announces a message (`r2ccl.Communicator.send`) is
-        always eager, even if it is larger than `eager_nbytes`.
+        This is the data of a short message (`r2ccl.Communicator.send`) with its envelope. It is at
+        least 1024: the frame that announces a long message is always eager, even if it is larger
+        than `eager_nbytes`.
         """
-        return max(self.eager_nbytes, 1024)
+        return max(self.eager_nbytes + ENVELOPE_NBYTES, 1024)
 
     @property
     def is_resilient(self) -> bool:
@@ -512,6 +515,7 @@ def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
 
 
 __all__ = [
+    "ENVELOPE_NBYTES",
     "VERSION",
     "Algo",
     "Config",

@@ -12,9 +12,9 @@ import numpy as np
 from r2ccl.errors import R2cclError
 from r2ccl.runtime import arguments
 from r2ccl.runtime.collectives import Collectives
-from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, NotRun, Outcome
 from r2ccl.runtime.messages.matching import Message
 from r2ccl.runtime.messages.messenger import MessageRequest, Messenger
+from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, NotRun, Outcome
 
 
 class MessageCalls:

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from r2ccl.config import ENVELOPE_NBYTES
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import InternalError
 from r2ccl.failover.health.table import Health
@@ -35,10 +36,9 @@ from r2ccl.runtime.messages.matching import ANY, Envelope, Message
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
 from r2ccl.types import MOST_UNTAKEN, EnvelopeKind
 
-#: kind, dtype, first call of the communicator (lower bits), tag, ident, nbytes
+#: kind, dtype, first call of the communicator (lower bits), tag, ident, nbytes;
+#: `ENVELOPE_NBYTES` in all
 _HEADER = struct.Struct("<BBxxIqQQ")
-#: Size in bytes of the header of an envelope.
-HEADER_NBYTES = _HEADER.size
 _FIRST_OP_MASK = (1 << 32) - 1
 _LENGTH = struct.Struct("<Q")
 #: Least number of bytes of a sender's short messages that a rank takes between two reports to the
@@ -131,7 +131,7 @@ class MessageDriver(MessageProtocol):
     nwires : int
         Number of rails whose bandwidths add up; if it is 1, each message uses one data channel.
     eager_nbytes, slice_nbytes : int
-        Maximum sizes of a short message's envelope and of a slice of data, in bytes.
+        Maximum sizes of a short message and of a slice of data, in bytes.
     depth : int
         Maximum number of landing places announced ahead per link.
     health : callable
@@ -231,8 +231,8 @@ class MessageDriver(MessageProtocol):
     # Short messages in compiled code, see `r2ccl.runtime.messages.short`
 
     def is_short(self, nbytes: int) -> bool:
-        """Return whether a message of `nbytes` fits into an envelope; any thread may call this."""
-        return HEADER_NBYTES + nbytes <= self._eager_nbytes
+        """Return whether a message of `nbytes` is short; any thread may call this."""
+        return nbytes <= self._eager_nbytes
 
     def in_job(self, peer: int) -> int:
         """Return the rank in the job of a rank of the communicator."""
@@ -297,7 +297,7 @@ class MessageDriver(MessageProtocol):
         is_due = took - self._reported.get(peer, 0) >= _REPORT_EVERY
         if given != dtype or tag not in (ANY, number) or is_due:
             return None
-        view[:] = envelope[HEADER_NBYTES:]
+        view[:] = envelope[ENVELOPE_NBYTES:]
         self._took[peer] = took
         return Message(source, number, nbytes // dtype_of(dtype).itemsize)
 
@@ -341,7 +341,7 @@ class MessageDriver(MessageProtocol):
         if kind == EnvelopeKind.TAKEN:
             self._taken[peer] = nbytes
         else:
-            data = memoryview(payload)[HEADER_NBYTES:]
+            data = memoryview(payload)[ENVELOPE_NBYTES:]
             self._on_envelope(self._rank_of[peer], kind, dtype, tag, ident, nbytes, data)
 
     def on_released(self, index: int) -> None:
@@ -467,4 +467,4 @@ def _pieces(view: memoryview, nbytes: int) -> list[memoryview]:
     return [view[at : at + nbytes] for at in range(0, len(view), nbytes)]
 
 
-__all__ = ["HEADER_NBYTES", "LinkReceive", "LinkSend", "MessageDriver"]
+__all__ = ["ENVELOPE_NBYTES", "LinkReceive", "LinkSend", "MessageDriver"]

@@ -29,9 +29,9 @@ from r2ccl.clock import monotonic
 from r2ccl.errors import ConcurrentCalls, R2cclError
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.data_loop import DataLoop
-from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, Outcome
 from r2ccl.runtime.messages.local_driver import LocalDriver, message_of
 from r2ccl.runtime.messages.matching import Message
+from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, Outcome
 from r2ccl.runtime.patience import Caller, Patience, timed_out
 from r2ccl.shm.layout import CHANGED, FINISHED
 from r2ccl.shm.message_layout import CALL_DTYPE, CALL_RECV_DTYPE, CALL_SOURCE, CALL_TO, OPEN

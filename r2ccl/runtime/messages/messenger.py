@@ -17,12 +17,12 @@ from r2ccl.failover.migration.calls import message_context
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.contexts import Context
 from r2ccl.runtime.data_loop import DataLoop
-from r2ccl.runtime.messages.outcome import DirectEnd, Outcome
 from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.local import LocalEngine, LocalMessages
 from r2ccl.runtime.messages.local_driver import LocalDriver
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.network import NetworkMessages
+from r2ccl.runtime.messages.outcome import DirectEnd, Outcome
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
 from r2ccl.runtime.messages.short import ShortMessages
 from r2ccl.runtime.patience import Caller, Patience

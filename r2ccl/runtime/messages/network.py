@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from r2ccl.runtime.data_loop import DataLoop
-from r2ccl.runtime.messages.outcome import NOT_RUN, DirectEnd, Outcome
 from r2ccl.runtime.messages.driver import MessageDriver
+from r2ccl.runtime.messages.outcome import NOT_RUN, DirectEnd, Outcome
 from r2ccl.runtime.messages.short import ShortMessages
 from r2ccl.runtime.patience import Caller, Patience
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from r2ccl.config import ENVELOPE_NBYTES
 from r2ccl.errors import InternalError
 from r2ccl.kernels.arrays import DATA, data_of
 from r2ccl.planning.lowering import Lane, Layout, LinkSteps, Step
@@ -25,9 +26,9 @@ from r2ccl.runtime.compiled.layout import FINISHED
 from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.executor import HostLanes, LandingPool
-from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, Outcome
-from r2ccl.runtime.messages.driver import HEADER_NBYTES, MessageDriver
+from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.matching import ANY, Message
+from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, Outcome
 from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
 from r2ccl.runtime.patience import Caller, Patience
 from r2ccl.runtime.status import Pending
@@ -198,7 +199,7 @@ class ShortMessages:
         if sent is not None:
             buffer = sent.buffer
             self._driver.pack_short(call.sent, buffer.dtype_code, sent.tag, buffer.nbytes)
-            call.sent[HEADER_NBYTES:] = _bytes_of(sent)
+            call.sent[ENVELOPE_NBYTES:] = _bytes_of(sent)
 
     def _runner(
         self, sent: DirectEnd | None, received: DirectEnd | None
@@ -277,7 +278,7 @@ class ShortMessages:
             (sent, OpKind.SEND, Space.INPUT),
             (received, OpKind.RECV, Space.OUTPUT),
         ):
-            size = 0 if end is None else HEADER_NBYTES + end.buffer.nbytes
+            size = 0 if end is None else ENVELOPE_NBYTES + end.buffer.nbytes
             arrays.append(np.empty(size, np.uint8))
             if end is None:
                 ways.append(())
