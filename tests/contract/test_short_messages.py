@@ -54,3 +54,19 @@ def test_messages_are_exact_though_a_path_fails(seed: int) -> None:
     if seed in CUTS:  # in others, the path may be unused, or the messages long
         assert sum(nrepeated for _, nrepeated, _ in found) > 0
         assert sum(nrepairs for _, _, nrepairs in found) > 0
+
+
+def test_a_receive_from_any_rank_is_no_repetition() -> None:
+    assert launch(functools.partial(programs.with_any_source, 20), 2, timeout_s=60.0) == [0, 0]
+
+
+def test_messages_of_more_sizes_than_are_prepared_are_exact() -> None:
+    found = launch(functools.partial(programs.many_sizes, 60, 4), 2, timeout_s=60.0)
+    assert [nwrong for nwrong, _ in found] == [0, 0]
+    assert all(ndone > 30 for _, ndone in found)
+
+
+@pytest.mark.parametrize("makes_collective", [False, True])
+def test_confirmations_reach_a_sender_on_a_new_communicator(makes_collective: bool) -> None:
+    given = functools.partial(programs.before_it_is_made, makes_collective)
+    assert launch(given, 3, timeout_s=60.0) == [0, 0, 0]

@@ -95,6 +95,79 @@ def beside_a_cut(seed: int, nrounds: int) -> tuple[int, int, int]:
         return nwrong, len(repeats), len(comm.repairs())
 
 
+def with_any_source(nrounds: int) -> int:
+    """Repeat a send, then send so and receive nothing from any rank; return the number of faults."""
+    x, out, nothing = np.arange(4.0), np.zeros(4), np.empty(0)
+    nwrong = 0
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        for number in range(nrounds):
+            comm.barrier()
+            if comm.rank == 0:
+                for _ in range(4):
+                    comm.send(x + number, 1, 3)
+                found = comm.sendrecv(x + number, 1, nothing, tag=3, recv_tag=5)
+                nwrong += found != Message(1, 5, 0)
+            else:
+                comm.send(nothing, 0, 5)
+                for _ in range(5):
+                    comm.recv(out, 0, 3)
+                    nwrong += not np.array_equal(out, x + number)
+        return nwrong
+
+
+def many_sizes(nsizes: int, nrounds: int) -> tuple[int, int]:
+    """Exchange messages of many sizes; return the number of wrong ones, and of direct calls."""
+    nwrong = 0
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        for number in range(nrounds):
+            for count in range(nsizes):
+                out, peer = np.empty(count, np.float32), 1 - comm.rank
+                comm.sendrecv(data(number, comm.rank, count), peer, out, peer)
+                nwrong += not np.array_equal(out, data(number, peer, count))
+        return nwrong, compiled_of(comm).nfinished
+
+
+def before_it_is_made(makes_collective: bool) -> int:
+    """Send on a communicator that a rank has not made yet; return the number of wrong messages.
+
+    The rank's next call waits for another rank, so it leaves compiled code. The sender has fewer
+    slots than it sends messages, so it needs the confirmations of the first ones.
+    """
+    x, out = np.arange(4, dtype=np.float32), np.empty(4, np.float32)
+    nwrong = 0
+    with r2ccl.init(shm="0", compiled="1", eager_slots=2, timeout_s=20.0) as comm:
+        for _ in range(4):
+            comm.sendrecv(x, (comm.rank + 1) % 3, out, (comm.rank - 1) % 3, tag=1)
+        comm.barrier()
+        if comm.rank == 0:
+            links, make = comm._engine._loop.links, Communicator._made_of
+
+            def wait(self: Communicator, part: Any) -> Communicator:
+                deadline = time.monotonic() + 10
+                while not any(len(link.arrivals) == 2 for link in links.receivers.values()):
+                    assert time.monotonic() < deadline, "no messages came"
+                    time.sleep(0.01)
+                return make(self, part)
+
+            Communicator._made_of = wait  # type: ignore[method-assign]
+        other = comm.dup()
+        if comm.rank == 2:
+            for number in range(4):
+                other.send(x + number, 0, 5, async_op=True).wait()
+        if comm.rank == 1:
+            time.sleep(0.3)
+            comm.send(x, 0, 6)
+        if makes_collective:
+            comm.allreduce(x.copy())
+        if comm.rank == 0:
+            comm.recv(out, 1, 6)
+            for number in range(4):
+                other.recv(out, 2, 5)
+                nwrong += not np.array_equal(out, x + number)
+        comm.barrier()
+        return nwrong
+
+
 def _ring(comm: Communicator, number: int, chance: random.Random) -> bool:
     """Send to the next rank and receive from the previous one, which may be the same rank."""
     count, tag = chance.choice(COUNTS), chance.randrange(3)

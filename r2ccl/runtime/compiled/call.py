@@ -40,7 +40,7 @@ from r2ccl.transport.tcp.transport import TcpTransport
 _LOOP = "r2ccl.runtime.compiled.loop:make_loop"
 _REPEATED = "r2ccl.runtime.compiled.repeated:make_repeated"
 #: Maximum number of plans whose programs are kept.
-_KEPT = 64
+_KEPT = 128
 #: Maximum size in bytes of the memory for copies of eager slices and landing places. A call that
 #: needs more, such as a large call whose slices are all eager, runs in Python, which keeps fewer
 #: copies.
@@ -165,6 +165,9 @@ class CompiledCalls:
         program = self._program_of(plan)
         if program is None:
             return None
+        if self._links.unconfirmed or self._links.touched:
+            # Left by another communicator; a replay would take their confirmations as sent.
+            self._progress.advance()
         conns = self._prepare(program, lanes, calls)
         if conns is None and post is None and self.take_events():
             conns = self._prepare(program, lanes, calls)

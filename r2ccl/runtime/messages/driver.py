@@ -262,7 +262,9 @@ class MessageDriver(MessageProtocol):
 
     def may_receive(self, source: int, tag: int) -> bool:
         """Return whether a new receive would take the next message with `tag` from `source`."""
-        matching = self.matching
+        link, matching = self._links.receiver(self._members[source], self.channel), self.matching
+        if link.arrivals:  # ahead of a missing one: only `Links.deliver` passes them on
+            return False
         if matching.is_empty:
             return True
         return not matching.has_takers and self.probe(source, tag) is None

@@ -37,8 +37,9 @@ from r2ccl.shm.layout import CHANGED
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Maximum number of prepared direct calls.
-_NPREPARED = 64
+#: Maximum number of prepared direct calls. More are not direct; after `_NREFUSED` of these, all
+#: prepared calls are dropped, because the program may have changed its sizes.
+_NPREPARED, _NREFUSED = 32, 1_000
 #: A call that leaves compiled code takes longer than a call in Python. It adds `_LEFT_COST` to the
 #: cost of its key; a call that ends in compiled code subtracts 1. If the cost exceeds `_MOST_COST`,
 #: the next `_NSKIPPED` calls are not direct.
@@ -100,6 +101,8 @@ class ShortMessages:
         #: Address of the word 0: a repetition does not check the form of arrays.
         self._no_form = data_of(self._words)
         self._prepared: dict[tuple[int, ...], _Prepared] = {}
+        #: Number of calls that were not prepared since the table of prepared calls is full.
+        self._nrefused = 0
         #: Cost by key; if negative, number of calls that will not be direct.
         self._costs: dict[tuple[int, ...], int] = {}
 
@@ -108,7 +111,9 @@ class ShortMessages:
     ) -> bool:
         """Return whether to try a direct call; any thread may call this method."""
         for each in (sent, received):
-            if each is not None and not self._driver.is_short(each.buffer.nbytes):
+            if each is None:
+                continue
+            if each.peer == ANY or not self._driver.is_short(each.buffer.nbytes):
                 return False
         cost = self._costs.get(key, 0)
         if cost < 0:
@@ -123,8 +128,8 @@ class ShortMessages:
 
         Return NOT_RUN if a peer is this rank, `ANY` or not connected; if a message or receive of
         the communicator has to come first; if a receive waits, which could take the message; if a
-        long message is under way, which compiled code would delay; or if the links or connections
-        are in use.
+        long message is under way, which compiled code would delay; if the links or connections are
+        in use; or if too many calls are prepared.
         """
         driver = self._driver
         self._compiled.take_events()  # one of them may be the message to receive
@@ -138,6 +143,9 @@ class ShortMessages:
         if received is not None and not driver.may_receive(received.peer, received.tag):
             return NOT_RUN
         call = self._prepare(sent, received)
+        if call is None:
+            return NOT_RUN
+        self._loop.links.ncalls += 1
         self._pack(call, sent)
         requests: list[Delayed] = []
         runs = self._compiled.run(
@@ -255,18 +263,23 @@ class ShortMessages:
         return Delayed(request, taker)
 
     def _note_left(self, key: tuple[int, ...]) -> None:
-        if len(self._costs) >= _NPREPARED:
+        if len(self._costs) >= 2 * _NPREPARED:
             self._costs.clear()
         cost = self._costs.get(key, 0) + _LEFT_COST
         self._costs[key] = cost if cost <= _MOST_COST else -_NSKIPPED
 
-    def _prepare(self, sent: DirectEnd | None, received: DirectEnd | None) -> _Prepared:
+    def _prepare(self, sent: DirectEnd | None, received: DirectEnd | None) -> _Prepared | None:
         key = (*_size_of(sent), *_size_of(received))
         found = self._prepared.get(key)
-        if found is None:
-            if len(self._prepared) >= _NPREPARED:
-                self._prepared.clear()
-            found = self._prepared[key] = self._made(sent, received)
+        if found is not None:
+            return found
+        if len(self._prepared) >= _NPREPARED:
+            self._nrefused += 1
+            if self._nrefused < _NREFUSED:
+                return None
+            self._prepared.clear()
+            self._nrefused = 0
+        found = self._prepared[key] = self._made(sent, received)
         return found
 
     def _made(self, sent: DirectEnd | None, received: DirectEnd | None) -> _Prepared:
@@ -294,7 +307,7 @@ class ShortMessages:
 
 
 def _size_of(end: DirectEnd | None) -> tuple[int, int]:
-    return (ANY, 0) if end is None else (end.peer, end.buffer.nbytes)
+    return (ANY, -1) if end is None else (end.peer, end.buffer.nbytes)
 
 
 def _bytes_of(end: DirectEnd) -> memoryview:

@@ -117,3 +117,14 @@ def test_only_wait_raises_the_error_of_a_message(in_step: bool) -> None:
     assert request.is_done()
     with pytest.raises(TransportTimeout, match="the first error"):
         request.wait()
+
+
+def test_compiled_code_receives_nothing_while_a_message_is_ahead() -> None:
+    """Nobody would pass on the one that is ahead once the missing one has come."""
+    engine, _ = make_engine(eager_nbytes=64)
+    driver, links = engine.messenger.way.driver, engine._links
+    assert driver.may_receive(1, 7)
+    link = links.receiver(1, first_channel(message_context(0)))
+    link.arrived(1, _ENVELOPE.pack(_REQUEST, 0, 1, 7, 2, 1000))
+    assert not driver.may_receive(1, 7)
+    assert driver.may_receive(2, 7)
