@@ -96,7 +96,7 @@ def beside_a_cut(seed: int, nrounds: int) -> tuple[int, int, int]:
 
 
 def with_any_source(nrounds: int) -> int:
-    """Repeat a send, then send so and receive nothing from any rank; return the number of faults."""
+    """Repeat a send, then send so and receive nothing from any rank; return the faults."""
     x, out, nothing = np.arange(4.0), np.zeros(4), np.empty(0)
     nwrong = 0
     with r2ccl.init(shm="0", compiled="1") as comm:
