@@ -330,6 +330,29 @@ def calls_have_a_timeout() -> None:
     dist.destroy_process_group()
 
 
+def calls_end_in_time_without_a_wait() -> None:
+    """The timeout of a group holds also if the program waits for the future, or polls."""
+    init(timeout=timedelta(seconds=30))
+    part = dist.new_group(timeout=timedelta(seconds=0.5))
+    late = "a collective has reached its timeout of 0.5 s"
+    x = torch.ones(3)
+    if dist.get_rank() == 0:
+        began_s = time.monotonic()
+        first = dist.all_reduce(x, group=part, async_op=True)
+        error = raised(first.get_future().wait)
+        assert late in str(error), error
+        assert first.is_completed()
+        assert time.monotonic() - began_s < 10
+    else:
+        time.sleep(1)
+        work = dist.all_reduce(x, group=part, async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+        assert late in str(work.exception()), work.exception()
+    assert not [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    dist.destroy_process_group()
+
+
 def messages_have_a_timeout() -> None:
     init(timeout=timedelta(seconds=30))
     group().set_timeout(timedelta(seconds=0.2))

@@ -41,6 +41,11 @@ def seconds(timeout: timedelta | None, default_s: float) -> float:
     return given_s if given_s > 0 else default_s
 
 
+def late_collective(timeout_s: float) -> str:
+    """Return the reason why a collective that has reached its timeout ends the communicator."""
+    return f"a collective has reached its timeout of {timeout_s:g} s"
+
+
 class _AnyWork(dist.Work):  # type: ignore[misc]
     """Base of `CollectiveWork` and `MessageWork`.
 
@@ -148,7 +153,7 @@ class CollectiveWork(_AnyWork):
         if timeout_s < self._timeout_s:
             return self._call.wait(timeout_s)
         if not self._call.wait(self._timeout_s):
-            self._on_timeout(f"a collective has reached its timeout of {self._timeout_s:g} s")
+            self._on_timeout(late_collective(self._timeout_s))
         return self._call.wait()
 
 
@@ -275,4 +280,4 @@ def _is_timeout(error: RuntimeError) -> bool:
     return getattr(error.__cause__, "status", "") == "TIMEOUT"
 
 
-__all__ = ["CollectiveWork", "MessageWork", "seconds", "translated"]
+__all__ = ["CollectiveWork", "MessageWork", "late_collective", "seconds", "translated"]
