@@ -306,9 +306,15 @@ def waits_have_a_timeout() -> None:
         for each in (work, late):
             error = raised(lambda each=each: each.wait(timedelta(milliseconds=50)))
             assert "wait again" in str(error), error
+        future = late.get_future()  # its thread waits for the message from now on
+        began_s = time.monotonic()
+        error = raised(lambda: late.wait(timedelta(milliseconds=50)))
+        assert "wait again" in str(error), error
+        assert time.monotonic() - began_s < 10
         dist.send(torch.ones(1), 1)
         assert work.wait()
         assert late.wait()
+        assert [x.tolist() for x in future.wait()] == [[1.0] * 3]
     else:
         dist.recv(torch.ones(1), 0)
         dist.all_reduce(torch.ones(3))

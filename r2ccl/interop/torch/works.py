@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
@@ -231,18 +232,26 @@ class MessageWork(_AnyWork):
         return first.then(value)
 
     def _join(self, timeout_s: float) -> bool:
-        with self._lock:
+        limit_s = min(timeout_s, self._timeout_s)
+        has_shorter_limit = timeout_s < self._timeout_s
+        give_up_s = monotonic() + limit_s
+        # Another thread that waits holds the lock. It waits no longer than the message's timeout.
+        if not self._lock.acquire(timeout=limit_s if has_shorter_limit else -1):
+            return False
+        try:
             if self._is_over:
                 return True
             try:
-                self._receive(min(timeout_s, self._timeout_s))
+                self._receive(max(0, give_up_s - monotonic()))
             except RuntimeError as exc:
                 is_late = _is_timeout(exc)
-                if is_late and timeout_s < self._timeout_s:
+                if is_late and has_shorter_limit:
                     return False
                 self._error = self._give_up(exc) if is_late else exc
             self._is_over = True
             return True
+        finally:
+            self._lock.release()
 
     def _receive(self, timeout_s: float) -> None:
         with translated:
