@@ -275,11 +275,16 @@ def datatype_of(owner: Any, given: Any) -> Any:
 
 
 def _exporter(owner: Any) -> memoryview:
-    """Return a view of the elements of `owner`, by the buffer protocol if possible, else DLPack."""
+    """Return a view of the elements of `owner`, by the buffer protocol if possible, else DLPack.
+
+    Raises BufferError if neither has a format for the elements, such as those of datetime64.
+    """
     try:
         return memoryview(owner)
     except TypeError:
         return np.from_dlpack(owner).data
+    except ValueError as exc:
+        raise BufferError(f"message: {exc}: pass the datatype of the elements") from exc
 
 
 def _offset(displacement: Any, datatype: Any, nbytes: int) -> int:
