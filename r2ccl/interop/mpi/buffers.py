@@ -91,7 +91,10 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
         return np.empty(nbytes, np.uint8)
 
     def elements(self, dtype: np.dtype[Any]) -> Array:
-        """Return a view of the elements as `dtype`, which must match the datatype."""
+        """Return a view of the elements as `dtype`, which must match the datatype.
+
+        Like the caller's memory, the view may be not aligned.
+        """
         return self.memory[: self.count * self.nblocks * dtype.itemsize].view(dtype)
 
     def pack(self, data: Array) -> None:
