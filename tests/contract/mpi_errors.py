@@ -54,6 +54,7 @@ cases(
     error_of_strides=call("Bcast", lambda MPI, x: x[::2]),
     error_of_another_byte_order=call("Bcast", lambda MPI, x: x.view(">f8")),
     error_of_an_unknown_dtype=call("Bcast", lambda MPI, x: x.view("S4")),
+    error_of_dates=call("Bcast", lambda MPI, x: x.view("M8[s]")),
     error_of_a_record=call("Bcast", lambda MPI, x: x.view([("a", "i4"), ("b", "f4")])),
     error_of_a_null_datatype=call("Bcast", lambda MPI, x: [x, MPI.DATATYPE_NULL]),
     error_of_a_null_datatype_with_count=call("Bcast", lambda MPI, x: [x, 1, MPI.DATATYPE_NULL]),

@@ -156,6 +156,25 @@ def empty_blocks(MPI: Any, comm: Any) -> Any:
 
 
 @case
+def empty_blocks_lie_anywhere(MPI: Any, comm: Any) -> Any:
+    """MPI does not look at the displacement of a block without elements."""
+    rank, counts, displs = comm.rank, [0, 4, 0], [100, 0, -7]
+    mine = ramp(comm, counts[rank])
+    gathered, everywhere, scattered, out, of_bytes = (blank(4) for _ in range(5))
+    comm.Gatherv(mine, [gathered, (counts, displs), MPI.DOUBLE] if rank == 0 else None)
+    comm.Allgatherv(mine, [everywhere, counts, displs, MPI.DOUBLE])
+    whole = [ramp(comm, 4), (counts, displs), MPI.DOUBLE] if rank == 0 else None
+    comm.Scatterv(whole, [scattered, counts[rank], MPI.DOUBLE])
+    given = [4 if rank == 1 else 0] * 3
+    sent = [ramp(comm, 4), (given, [0 if count else 50 for count in given])]
+    comm.Alltoallv(sent, [out, (counts, displs)])
+    starts = [8 * each for each in displs]
+    every = [MPI.DOUBLE] * 3
+    comm.Alltoallw([*sent, every], [of_bytes, (counts, starts), every])
+    return gathered, everywhere, scattered, out, of_bytes
+
+
+@case
 def blocks_in_place(MPI: Any, comm: Any) -> Any:
     n, rank = comm.size, comm.rank
     counts, displs = list(range(1, n + 1)), [5 * at for at in range(n)]

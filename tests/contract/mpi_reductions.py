@@ -144,6 +144,43 @@ def allreduce_of_other_buffers(MPI: Any, comm: Any) -> Any:
     return list(out), scalar
 
 
+def unaligned(values: Any) -> Any:
+    """Return a copy of an array whose memory is one byte away from an aligned address."""
+    memory = np.zeros(values.nbytes + 1, np.uint8)[1:]
+    memory[:] = values.view(np.uint8)
+    return memory
+
+
+@case
+def reductions_of_memory_that_is_not_aligned(MPI: Any, comm: Any) -> Any:
+    n, rank = comm.size, comm.rank
+
+    def spec(count: int) -> list[Any]:
+        return [unaligned(ramp(comm, count)), MPI.DOUBLE]
+
+    x, whole = spec(3), spec(3 * n)
+    found = [spec(3) for _ in range(10)]
+    comm.Allreduce(x, found[0])
+    comm.Allreduce(MPI.IN_PLACE, found[1], MPI.MAX)
+    comm.Reduce(x, found[2] if rank == 1 else None, root=1)
+    comm.Scan(x, found[3])
+    comm.Exscan(x, found[4])
+    comm.Reduce_scatter_block(whole, found[5])
+    comm.Reduce_scatter(whole, found[6], [3] * n)
+    comm.Iallreduce(x, found[7]).Wait()
+    request = comm.Allreduce_init(x, found[8])
+    for _ in range(2):
+        x[0][:] = unaligned(ramp(comm, 3) + 1)
+        request.Start()
+        request.Wait()
+    request.Free()
+    comm.Reduce_scatter_block(MPI.IN_PLACE, whole)
+    pairs = np.zeros(2, [("a", "f8"), ("b", "i4"), ("gap", "i4")])
+    pairs["a"], pairs["b"] = [rank, -rank], rank
+    comm.Allreduce(MPI.IN_PLACE, [at := unaligned(pairs), MPI.DOUBLE_INT], MPI.MAXLOC)
+    return [np.frombuffer(each[0].tobytes()) for each in found], whole[0][:24], x[0], at
+
+
 @case
 def reduce_to_each_root(MPI: Any, comm: Any) -> Any:
     found = []

@@ -306,9 +306,15 @@ def waits_have_a_timeout() -> None:
         for each in (work, late):
             error = raised(lambda each=each: each.wait(timedelta(milliseconds=50)))
             assert "wait again" in str(error), error
+        future = late.get_future()  # its thread waits for the message from now on
+        began_s = time.monotonic()
+        error = raised(lambda: late.wait(timedelta(milliseconds=50)))
+        assert "wait again" in str(error), error
+        assert time.monotonic() - began_s < 10
         dist.send(torch.ones(1), 1)
         assert work.wait()
         assert late.wait()
+        assert [x.tolist() for x in future.wait()] == [[1.0] * 3]
     else:
         dist.recv(torch.ones(1), 0)
         dist.all_reduce(torch.ones(3))
@@ -327,6 +333,29 @@ def calls_have_a_timeout() -> None:
         time.sleep(1)
         error = raised(lambda: dist.all_reduce(torch.ones(3)))
     assert isinstance(error.__cause__, r2ccl.CommunicatorRevoked), error
+    dist.destroy_process_group()
+
+
+def calls_end_in_time_without_a_wait() -> None:
+    """The timeout of a group holds also if the program waits for the future, or polls."""
+    init(timeout=timedelta(seconds=30))
+    part = dist.new_group(timeout=timedelta(seconds=0.5))
+    late = "a collective has reached its timeout of 0.5 s"
+    x = torch.ones(3)
+    if dist.get_rank() == 0:
+        began_s = time.monotonic()
+        first = dist.all_reduce(x, group=part, async_op=True)
+        error = raised(first.get_future().wait)
+        assert late in str(error), error
+        assert first.is_completed()
+        assert time.monotonic() - began_s < 10
+    else:
+        time.sleep(1)
+        work = dist.all_reduce(x, group=part, async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+        assert late in str(work.exception()), work.exception()
+    assert not [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
     dist.destroy_process_group()
 
 

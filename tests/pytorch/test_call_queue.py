@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -84,3 +86,29 @@ def test_closing_ends_the_threads_after_their_calls() -> None:
     assert all(call.wait(10) for call in calls)
     queue.close()
     assert threading.active_count() <= before
+
+
+CLOSED_IN_A_CALLBACK = """
+import threading, time
+from r2ccl.interop.torch.call_queue import CallQueue, QueuedCall
+
+queue, call, is_closed = CallQueue("queue"), QueuedCall(lambda: None, []), threading.Event()
+
+def callback(future):
+    queue.close()
+    is_closed.set()
+    time.sleep(0.2)  # the interpreter ends meanwhile
+    print("over")
+
+call.future().then(callback)
+queue.add(call)
+is_closed.wait()
+"""
+
+
+def test_a_program_may_end_while_a_callback_closes_the_queue() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSED_IN_A_CALLBACK],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr

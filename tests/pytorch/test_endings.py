@@ -40,7 +40,8 @@ def test_a_program_may_end_without_destroying_its_groups() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "aborted", "calls_have_a_timeout", "futures_raise", "groups_are_cheap", "groups_are_split",
+        "aborted", "calls_end_in_time_without_a_wait", "calls_have_a_timeout", "futures_raise",
+        "groups_are_cheap", "groups_are_split",
         "initialized_again_after_a_failure", "initialized_a_hundred_times",
         "messages_have_a_timeout", "messages_into_a_transposed_tensor",
         "monitored_barrier_names_the_missing", "waits_in_another_order",

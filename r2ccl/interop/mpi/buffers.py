@@ -91,7 +91,10 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
         return np.empty(nbytes, np.uint8)
 
     def elements(self, dtype: np.dtype[Any]) -> Array:
-        """Return a view of the elements as `dtype`, which must match the datatype."""
+        """Return a view of the elements as `dtype`, which must match the datatype.
+
+        Like the caller's memory, the view may be not aligned.
+        """
         return self.memory[: self.count * self.nblocks * dtype.itemsize].view(dtype)
 
     def pack(self, data: Array) -> None:
@@ -275,11 +278,16 @@ def datatype_of(owner: Any, given: Any) -> Any:
 
 
 def _exporter(owner: Any) -> memoryview:
-    """Return a view of the elements of `owner`, by the buffer protocol if possible, else DLPack."""
+    """Return a view of the elements of `owner`, by the buffer protocol if possible, else DLPack.
+
+    Raises BufferError if neither has a format for the elements, such as those of datetime64.
+    """
     try:
         return memoryview(owner)
     except TypeError:
         return np.from_dlpack(owner).data
+    except ValueError as exc:
+        raise BufferError(f"message: {exc}: pass the datatype of the elements") from exc
 
 
 def _offset(displacement: Any, datatype: Any, nbytes: int) -> int:

@@ -25,6 +25,8 @@ class CallOutcome(NamedTuple):
         True if the receive was cancelled.
     obj : object
         Python object received, which lower-case methods such as ``recv`` return; otherwise None.
+    error : int
+        Error class of MPI; ``MPI.SUCCESS`` unless the call failed.
     """
 
     source: int = MPI.ANY_SOURCE
@@ -32,13 +34,14 @@ class CallOutcome(NamedTuple):
     nbytes: int = 0
     is_cancelled: bool = False
     obj: Any = None
+    error: int = MPI.SUCCESS
 
     def write(self, status: Any) -> None:
         """Write the outcome to `status`, an ``MPI.Status``; do nothing if `status` is None."""
         if status is not None:
             status.Set_source(self.source)
             status.Set_tag(self.tag)
-            status.Set_error(MPI.SUCCESS)
+            status.Set_error(self.error)
             status.Set_elements(MPI.BYTE, self.nbytes)
             status.Set_cancelled(self.is_cancelled)
 

@@ -3,6 +3,9 @@
 Each public function takes a `Comm` and the arguments of one method of mpi4py, checks them and
 returns a `Call`. From each function `Comm` makes the blocking, the nonblocking and the persistent
 method of mpi4py.
+
+r2ccl reduces aligned memory. Elements that are not aligned, which MPI accepts, are copied to new
+memory before each run of the call, and the results copied back.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from r2ccl.interop.mpi.buffers import BufferSpec, is_in_place, message
-from r2ccl.interop.mpi.calls import Call, root_of
+from r2ccl.interop.mpi.buffers import Array, BufferSpec, is_in_place, message
+from r2ccl.interop.mpi.calls import Call, nothing, root_of
 from r2ccl.interop.mpi.operations import reduction
 from r2ccl.interop.mpi.vectors import sequence
 
@@ -47,7 +50,7 @@ def reduce(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int =
     sent = message(sendbuf, writable=False)
     found, dtype = reduction(op, sent.datatype)
     x = sent.elements(dtype)
-    return Call(lambda is_async: run(x, None, found, async_op=is_async))
+    return _call(lambda x: partial(run, x, None, found), x)
 
 
 def reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call:
@@ -62,8 +65,7 @@ def reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SU
     received = message(recvbuf, writable=True)
     found, dtype = reduction(op, received.datatype)
     x = _input(sendbuf, received, nblocks=comm.size).elements(dtype)
-    out = received.elements(dtype)
-    return Call(lambda is_async: run(x, out, found, async_op=is_async))
+    return _call(lambda x, out: partial(run, x, out, found), x, received.elements(dtype))
 
 
 def reduce_scatter(
@@ -92,7 +94,7 @@ def reduce_scatter(
     _require_equal("receive count", received.count, f"counts[{comm.rank}]", own)
     found, dtype = reduction(op, received.datatype)
     x, out = sent.elements(dtype), received.elements(dtype)
-    return Call(lambda is_async: run(x, out, found, async_op=is_async))
+    return _call(lambda x, out: partial(run, x, out, found), x, out)
 
 
 def _elementwise(run: Callable[..., Any], sendbuf: Any, recvbuf: Any, op: Any) -> Call:
@@ -100,8 +102,10 @@ def _elementwise(run: Callable[..., Any], sendbuf: Any, recvbuf: Any, op: Any) -
     received = message(recvbuf, writable=True)
     found, dtype = reduction(op, received.datatype)
     out = received.elements(dtype)
-    x = out if is_in_place(sendbuf) else _input(sendbuf, received).elements(dtype)
-    return Call(lambda is_async: run(x, out, found, async_op=is_async))
+    if is_in_place(sendbuf):
+        return _call(lambda out: partial(run, out, out, found), out)
+    x = _input(sendbuf, received).elements(dtype)
+    return _call(lambda x, out: partial(run, x, out, found), x, out)
 
 
 def _at_start(run: Callable[..., Any], received: BufferSpec, count: int, op: Any) -> Call:
@@ -116,7 +120,36 @@ def _at_start(run: Callable[..., Any], received: BufferSpec, count: int, op: Any
     def finish() -> None:
         x[:count] = out
 
-    return Call(lambda is_async: run(x, out, found, async_op=is_async), finish)
+    return _call(lambda x: partial(run, x, out, found), x, finish=finish)
+
+
+def _call(
+    prepare: Callable[..., Callable[..., Any]],
+    *operands: Array,
+    finish: Callable[[], None] = nothing,
+) -> Call:
+    """Return the call ``prepare(*operands)(async_op=...)``, which gets aligned operands.
+
+    `finish` is that of the call. The operands that the call writes to are those that are writable.
+    """
+    aligned = [each if each.flags.aligned else np.empty_like(each) for each in operands]
+    run = prepare(*aligned)
+    copied = [pair for pair in zip(operands, aligned, strict=True) if pair[0] is not pair[1]]
+    if not copied:
+        return Call(lambda is_async: run(async_op=is_async), finish)
+
+    def start(is_async: bool) -> Any:
+        for operand, copy in copied:
+            copy[:] = operand
+        return run(async_op=is_async)
+
+    def finish_copied() -> None:
+        for operand, copy in copied:
+            if operand.flags.writeable:
+                operand[:] = copy
+        finish()
+
+    return Call(start, finish_copied)
 
 
 def _input(sendbuf: Any, received: BufferSpec, nblocks: int = 1) -> BufferSpec:

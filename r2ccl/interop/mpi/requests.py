@@ -7,6 +7,12 @@ A method that waits or tests *completes* a request when it reports that the call
 `MpiRequest.Get_status` and its variants do not complete it. A request is *active* from the start of
 its call until it is completed or freed.
 
+If a request in a list has failed, the methods that may complete several requests raise an
+`MpiError` of class ``ERR_IN_STATUS``, and the statuses tell the error class of each request. As
+with MPICH, the failed request is completed, and so are all others that have finished; but
+`MpiRequest.Waitall` stops at the first failed request, and the statuses of those after it tell
+``ERR_PENDING``.
+
 Invariant: when a request was completed without an error, the caller's buffers hold its result.
 """
 
@@ -50,6 +56,14 @@ class MpiRequest:
         """True from the start of the call until the request is completed or freed."""
         return self._work is not None
 
+    @property
+    def has_finished(self) -> bool:
+        """True if the request is not active, or its call has finished, even with an error."""
+        if self._work is None:
+            return True
+        with handled(self._comm.mpi):
+            return bool(self._work.is_done())
+
     def __bool__(self) -> bool:
         return self.is_active
 
@@ -92,9 +106,9 @@ class MpiRequest:
         if self._work is None:
             EMPTY.write(status)
             return True
+        if not self.has_finished:
+            return False
         with handled(self._comm.mpi):
-            if not self._work.is_done():
-                return False
             outcome = self._call.look(self._work)
         outcome.write(status)
         return True
@@ -163,8 +177,7 @@ class MpiRequest:
     @classmethod
     def Waitall(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> bool:
         """Wait until all requests have finished; return True."""
-        for request, status in _with_statuses(requests, statuses):
-            request.Wait(status)
+        _completed(requests, statuses, _wait, is_stopped_by_error=True)
         return True
 
     @classmethod
@@ -196,9 +209,10 @@ class MpiRequest:
     @classmethod
     def Testall(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> bool:
         """Return at once whether all requests have finished; if so, complete all of them."""
-        if not all(request.Get_status() for request in _checked(requests)):
+        if not all(map(_has_finished, _checked(requests))):
             return False
-        return cls.Waitall(requests, statuses)
+        _completed(requests, statuses, _wait)
+        return True
 
     @classmethod
     def Testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
@@ -218,13 +232,13 @@ class MpiRequest:
         """
         done = _finished(requests)
         if done:
-            cls.Waitall([requests[index] for index in done], statuses)
+            _completed([requests[index] for index in done], statuses, _wait)
         return done
 
     @classmethod
     def waitall(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> list[Any]:
         """Wait until all requests have finished; return the objects received."""
-        return [request.wait(status) for request, status in _with_statuses(requests, statuses)]
+        return _completed(requests, statuses, _wait_for_object, is_stopped_by_error=True)
 
     @classmethod
     def waitany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
@@ -243,9 +257,9 @@ class MpiRequest:
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[bool, list[Any] | None]:
         """Return True and the objects if all requests have finished, else False and None."""
-        if not all(request.Get_status() for request in _checked(requests)):
+        if not all(map(_has_finished, _checked(requests))):
             return False, None
-        return True, cls.waitall(requests, statuses)
+        return True, _completed(requests, statuses, _wait_for_object)
 
     @classmethod
     def testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool, Any]:
@@ -282,7 +296,8 @@ class MpiRequest:
         done = _finished(requests)
         if done is None:
             return None, None
-        return done, cls.waitall([requests[index] for index in done], statuses)
+        some = [requests[index] for index in done]
+        return done, _completed(some, statuses, _wait_for_object)
 
     def _waited(self) -> CallOutcome:
         return EMPTY if self._work is None else self._complete(None)
@@ -290,9 +305,7 @@ class MpiRequest:
     def _tested(self) -> CallOutcome | None:
         if self._work is None:
             return EMPTY
-        with handled(self._comm.mpi):
-            is_done = self._work.is_done()
-        return self._complete(0) if is_done else None
+        return self._complete(0) if self.has_finished else None
 
     def _complete(self, timeout_s: float | None) -> CallOutcome:
         work, self._work = self._work, None
@@ -370,10 +383,59 @@ def _first(requests: Sequence[Any], is_done: Callable[[Any], bool]) -> tuple[int
     return found, found != MPI.UNDEFINED or not active
 
 
+def _has_finished(request: Any) -> bool:
+    """Return whether the call of a request has finished, with or without an error."""
+    if isinstance(request, MpiRequest):
+        return request.has_finished
+    try:
+        return bool(request.Get_status())
+    except MPI.Exception:  # the error of the call, which the request raises once it is completed
+        return True
+
+
 def _finished(requests: Sequence[Any]) -> list[int] | None:
     """Return the indices of the active requests that have finished; None if none is active."""
     active = _active(requests)
-    return [index for index in active if requests[index].Get_status()] if active else None
+    return [index for index in active if _has_finished(requests[index])] if active else None
+
+
+def _wait(request: Any, status: Any) -> Any:
+    return request.Wait(status)
+
+
+def _wait_for_object(request: Any, status: Any) -> Any:
+    return request.wait(status)
+
+
+def _completed(
+    requests: Sequence[Any],
+    statuses: list[Any] | None,
+    wait: Callable[[Any, Any], Any],
+    *,
+    is_stopped_by_error: bool = False,
+) -> list[Any]:
+    """Complete each request by ``wait(request, status)``; return the results.
+
+    Raises
+    ------
+    MpiError
+        ``ERR_IN_STATUS``, if a request has failed. All others are completed; or, if
+        `is_stopped_by_error`, those before it.
+    """
+    results: list[Any] = []
+    first: MPI.Exception | None = None
+    for request, status in _with_statuses(requests, statuses):
+        if is_stopped_by_error and first is not None:
+            CallOutcome(error=MPI.ERR_PENDING).write(status)
+            continue
+        try:
+            results.append(wait(request, status))
+        except MPI.Exception as exc:
+            CallOutcome(error=exc.Get_error_class()).write(status)
+            first = exc if first is None else first
+    if first is not None:
+        raise MpiError(f"a request in a list has failed: {first}", MPI.ERR_IN_STATUS) from first
+    return results
 
 
 def _with_statuses(

@@ -42,7 +42,7 @@ class VectorSpec(msgspec.Struct, frozen=True, eq=False):
     blocks : tuple of BufferSpec
         Elements of each rank's block, in rank order.
     offsets : tuple of int
-        Offset of each block in `memory`, in bytes.
+        Offset of each block in `memory`, in bytes; 0 for a block without elements.
     """
 
     memory: Array
@@ -144,8 +144,10 @@ def sequence(values: Any, nblocks: int) -> list[int]:
 def _made(
     memory: Array, counts: Sequence[int], offsets: Sequence[int], datatypes: Sequence[Any]
 ) -> VectorSpec:
+    # As in MPI, a block without elements may have any displacement.
+    starts = [offset if count else 0 for count, offset in zip(counts, offsets, strict=True)]
     blocks = []
-    for count, offset, datatype in zip(counts, offsets, datatypes, strict=True):
+    for count, offset, datatype in zip(counts, starts, datatypes, strict=True):
         if count < 0 or offset < 0:
             raise ValueError(f"message: negative count {count} or displacement {offset} of a block")
         rest = memory[offset:]
@@ -153,7 +155,7 @@ def _made(
             require_usable(datatype)
             require_room(rest.size, count, datatype)
         blocks.append(BufferSpec(rest, count, 1, datatype))
-    return VectorSpec(memory, tuple(blocks), tuple(offsets))
+    return VectorSpec(memory, tuple(blocks), tuple(starts))
 
 
 def _per_block(values: Any, nblocks: int, of_one: Any) -> list[int]:

@@ -13,6 +13,7 @@ Invariant: at most one thread runs a call at a time, and every call that was add
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -183,7 +184,8 @@ class CallQueue:
         """End the threads once all added calls have run; wait for them up to a second.
 
         The wait matters because a thread that still runs when the interpreter ends can make the
-        process crash.
+        process crash. If a callback of a future calls `close`, its own thread cannot be waited for
+        here, so the end of the interpreter waits for it.
         """
         with self._changed:
             self._is_closed = self._is_watched = True
@@ -191,7 +193,9 @@ class CallQueue:
             threads = list(self._threads)
         give_up_s = monotonic() + _JOIN_S
         for thread in threads:
-            if thread is not threading.current_thread():
+            if thread is threading.current_thread():
+                atexit.register(thread.join, _JOIN_S)
+            else:
                 thread.join(max(0, give_up_s - monotonic()))
 
     def _wake(self) -> None:

@@ -10,6 +10,7 @@ import atexit
 import itertools
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,7 +26,13 @@ from r2ccl import ANY_SOURCE, Communicator, InvalidArgument, R2cclError, Transpo
 from r2ccl.interop.torch import collectives
 from r2ccl.interop.torch.call_queue import CallQueue, QueuedCall
 from r2ccl.interop.torch.tensors import Tensor, array_of, copy_back, current_stream, in_order, one
-from r2ccl.interop.torch.works import CollectiveWork, MessageWork, seconds, translated
+from r2ccl.interop.torch.works import (
+    CollectiveWork,
+    MessageWork,
+    late_collective,
+    seconds,
+    translated,
+)
 
 _log = logging.getLogger("r2ccl.torch")
 #: First tag of `monitored_barrier`, above torch's own tags, which have 32 bits.
@@ -66,6 +73,23 @@ def _method(function: Callable[..., None], options: Any, nargs: int, *fields: st
 def _run(fn: Callable[[], None]) -> None:
     with translated:
         fn()
+
+
+def _run_within(
+    timeout_s: float, on_timeout: Callable[[str], None], fn: Callable[[], None]
+) -> None:
+    """Call `_run`; call ``on_timeout(reason)`` if `fn` has not ended after `timeout_s` seconds.
+
+    The timer's thread has ended when this function returns.
+    """
+    timer = threading.Timer(timeout_s, on_timeout, (late_collective(timeout_s),))
+    timer.daemon = True  # the interpreter would wait for it before `GroupState` leaves the group
+    timer.start()
+    try:
+        _run(fn)
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def _options(
@@ -255,14 +279,16 @@ class GroupMethods:
         """
         self._state.ncalls += 1
         timeout_s = seconds(opts.timeout, self._state.timeout_s)
+        is_short = timeout_s < self.communicator.config.timeout_s
         result = [] if not given else given[0]
         call = QueuedCall(
-            partial(_run, fn),
+            # `wait` enforces a short timeout too, but a program may use the future instead.
+            partial(_run_within, timeout_s, self._revoke, fn) if is_short else partial(_run, fn),
             [result] if isinstance(result, torch.Tensor) else result,
             current_stream(given),
         )
         work = CollectiveWork(call, timeout_s, self._revoke)
-        if opts.asyncOp or timeout_s < self.communicator.config.timeout_s:
+        if opts.asyncOp or is_short:
             self._state.queue.add(call)
         else:
             self._state.queue.run(call)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ def seconds(timeout: timedelta | None, default_s: float) -> float:
     """Return a timeout of torch in seconds; for None, 0 and less, return `default_s`."""
     given_s = 0.0 if timeout is None else timeout.total_seconds()
     return given_s if given_s > 0 else default_s
+
+
+def late_collective(timeout_s: float) -> str:
+    """Return the reason why a collective that has reached its timeout ends the communicator."""
+    return f"a collective has reached its timeout of {timeout_s:g} s"
 
 
 class _AnyWork(dist.Work):  # type: ignore[misc]
@@ -148,7 +154,7 @@ class CollectiveWork(_AnyWork):
         if timeout_s < self._timeout_s:
             return self._call.wait(timeout_s)
         if not self._call.wait(self._timeout_s):
-            self._on_timeout(f"a collective has reached its timeout of {self._timeout_s:g} s")
+            self._on_timeout(late_collective(self._timeout_s))
         return self._call.wait()
 
 
@@ -226,18 +232,26 @@ class MessageWork(_AnyWork):
         return first.then(value)
 
     def _join(self, timeout_s: float) -> bool:
-        with self._lock:
+        limit_s = min(timeout_s, self._timeout_s)
+        has_shorter_limit = timeout_s < self._timeout_s
+        give_up_s = monotonic() + limit_s
+        # Another thread that waits holds the lock. It waits no longer than the message's timeout.
+        if not self._lock.acquire(timeout=limit_s if has_shorter_limit else -1):
+            return False
+        try:
             if self._is_over:
                 return True
             try:
-                self._receive(min(timeout_s, self._timeout_s))
+                self._receive(max(0, give_up_s - monotonic()))
             except RuntimeError as exc:
                 is_late = _is_timeout(exc)
-                if is_late and timeout_s < self._timeout_s:
+                if is_late and has_shorter_limit:
                     return False
                 self._error = self._give_up(exc) if is_late else exc
             self._is_over = True
             return True
+        finally:
+            self._lock.release()
 
     def _receive(self, timeout_s: float) -> None:
         with translated:
@@ -275,4 +289,4 @@ def _is_timeout(error: RuntimeError) -> bool:
     return getattr(error.__cause__, "status", "") == "TIMEOUT"
 
 
-__all__ = ["CollectiveWork", "MessageWork", "seconds", "translated"]
+__all__ = ["CollectiveWork", "MessageWork", "late_collective", "seconds", "translated"]
