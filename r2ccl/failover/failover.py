@@ -216,6 +216,7 @@ class Failover:
             idle = [peer for peer in self._links.idle_peers() if peer not in kept]
             for peer in idle[:surplus]:
                 self.migration.close_idle(peer)
+                self._withdraw_reports(peer)
 
     def add_peer(self, peer: int, *, is_own: bool = True) -> None:
         """Begin to connect data paths to `peer`, unless they are connected already.
@@ -357,6 +358,8 @@ class Failover:
             self.add_peer(peer, is_own=False)
         elif isinstance(message, ClosePaths):
             self.migration.on_close_paths(peer)
+            if peer not in self._links.connected:
+                self._withdraw_reports(peer)
         elif isinstance(message, PortUp):
             self.failback.port_up(PathKey(peer, message.rail))
             self._connector.kick(message.rail, peer)
@@ -588,10 +591,13 @@ class Failover:
     def _report_down(self, rank: int, rail: int) -> None:
         """Report a failed port to the health agreement, unless a path over the port is up.
 
+        No report is made about a peer whose paths are closed as idle: see `_withdraw_reports`.
         If there are several nodes, paths inside a node do not count, since they do not show that
         the port works.
         """
         if self.agreement is None or self.revocation.is_leaving or self.is_over:
+            return
+        if rank != self._rank and rank not in self._links.connected:
             return
         peers = self._links.peers if rank == self._rank else self._links.peers & {rank}
         if not any(
@@ -600,6 +606,15 @@ class Failover:
             if not self._is_inside(peer)
         ):
             self.agreement.report_down(rank, rail)
+
+    def _withdraw_reports(self, peer: int) -> None:
+        """Withdraw this rank's reports on ports of `peer`, whose paths were closed as idle.
+
+        Closed paths are not probed, so this rank would not notice that a port works again. If the
+        port is down, `peer` has reported it itself, or the next failed path shows it.
+        """
+        if self.agreement is not None and not self.revocation.is_leaving and not self.is_over:
+            self.agreement.withdraw(peer)
 
     def _report_up(self, key: PathKey) -> None:
         """Report that both ports of path `key` work.
