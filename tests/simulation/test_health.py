@@ -113,3 +113,16 @@ def test_a_rank_that_closes_idle_paths_blames_no_port(at: int) -> None:
     assert any(health.share(2, RAIL) == 0 for health in outcome.plans.values())
     for health in outcome.known:
         assert health.degraded() == ()
+
+
+@pytest.mark.parametrize("at", slow_but([700], range(700, 1_500, 200)))
+@pytest.mark.parametrize("victim", slow_but([1], range(4)))
+def test_a_port_blamed_inside_its_node_is_whole_again(victim: int, at: int) -> None:
+    calls = (CallSpec(300),) * 12
+    workload = Workload(nranks=4, calls=calls, busy_ms=(700,) * 4, nodes=(0, 0, 1, 1))
+    down = NicDown(at, victim, RAIL, is_seen=False, restore_us=1_500_000)
+    outcome = simulate(workload, FailurePlan((down,)), seed=at)
+    assert outcome.is_clean
+    assert any(health.share(victim, RAIL) == 0 for health in outcome.plans.values())
+    for health in outcome.known:
+        assert health.degraded() == ()
