@@ -156,7 +156,7 @@ class PeerLost(R2cclError):
     why : str
         Evidence of the loss.
     host : str
-        Host of `peer`; empty: not known.
+        Host of `peer`; empty, or ``(none)`` as on a host without a name: not known.
     last_op : int or None
         Number of the last collective for which data of `peer` arrived over the network; 0: none,
         None: not known.
@@ -176,6 +176,7 @@ class PeerLost(R2cclError):
         last_op: int | None = None,
         is_met: bool = True,
     ) -> None:
+        host = "" if host == _UNNAMED else host
         where = f" on {host}" if host else ""
         signs = [why]
         if last_heard_s is not None:
@@ -306,6 +307,8 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"{found[:_MAX_NAMED]}" + (f" and {nmore} more" if nmore > 0 else "")
 
 
+#: Host name that Linux has before one is set.
+_UNNAMED = "(none)"
 #: Maximum number of ranks that a message names.
 _MAX_NAMED = 8
 

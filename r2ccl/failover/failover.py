@@ -216,6 +216,7 @@ class Failover:
             idle = [peer for peer in self._links.idle_peers() if peer not in kept]
             for peer in idle[:surplus]:
                 self.migration.close_idle(peer)
+                self._withdraw_reports(peer)
 
     def add_peer(self, peer: int, *, is_own: bool = True) -> None:
         """Begin to connect data paths to `peer`, unless they are connected already.
@@ -333,6 +334,8 @@ class Failover:
                 self.failback.port_up(key)
             else:
                 self._control.send(peer, PortUp(rail))
+        if (self._rank, rail) not in self.excluded:
+            self._report_unproved(rail)
 
     # Control messages
 
@@ -357,6 +360,8 @@ class Failover:
             self.add_peer(peer, is_own=False)
         elif isinstance(message, ClosePaths):
             self.migration.on_close_paths(peer)
+            if peer not in self._links.connected:
+                self._withdraw_reports(peer)
         elif isinstance(message, PortUp):
             self.failback.port_up(PathKey(peer, message.rail))
             self._connector.kick(message.rail, peer)
@@ -529,9 +534,8 @@ class Failover:
             peers = sorted(self._links.peers)
             for peer in peers if rank == self._rank else {rank} & set(peers):
                 self.failback.port_up(PathKey(peer, rail))
-            # Otherwise the first path to another node shows that the port works.
-            if rank == self._rank and all(map(self._is_inside, peers)):
-                self.agreement.report_up(rank, rail)
+            if rank == self._rank:
+                self._report_unproved(rail)
 
     def _is_excluded(self, key: PathKey) -> bool:
         """Return whether a port of path `key` is excluded; False for a bypass."""
@@ -588,23 +592,38 @@ class Failover:
     def _report_down(self, rank: int, rail: int) -> None:
         """Report a failed port to the health agreement, unless a path over the port is up.
 
-        If there are several nodes, paths inside a node do not count, since they do not show that
-        the port works.
+        If there are several nodes, paths inside a node do not show that this rank's port works, so
+        they do not count for it. A peer's port is reported only because of the path to the peer, so
+        it is not reported if that path is up, or if the paths to the peer are closed as idle (see
+        `_withdraw_reports`).
         """
         if self.agreement is None or self.revocation.is_leaving or self.is_over:
             return
-        peers = self._links.peers if rank == self._rank else self._links.peers & {rank}
-        if not any(
-            self._links.paths[PathKey(peer, rail)].state is PathState.UP
-            for peer in peers
-            if not self._is_inside(peer)
-        ):
+        if rank == self._rank:
+            peers = {peer for peer in self._links.peers if not self._is_inside(peer)}
+        elif rank in self._links.connected:
+            peers = {rank}
+        else:
+            return
+        paths = self._links.paths
+        if not any(paths[PathKey(peer, rail)].state is PathState.UP for peer in peers):
             self.agreement.report_down(rank, rail)
+
+    def _withdraw_reports(self, peer: int) -> None:
+        """Withdraw this rank's reports on ports of `peer`, whose paths were closed as idle.
+
+        Closed paths are not probed, so this rank would not notice that a port works again. If the
+        port is down, `peer` has reported it itself, or the next failed path shows it.
+        """
+        if self.agreement is not None and not self.revocation.is_leaving and not self.is_over:
+            self.agreement.withdraw(peer)
 
     def _report_up(self, key: PathKey) -> None:
         """Report that both ports of path `key` work.
 
-        Ignore bypasses, excluded paths and, if there are several nodes, paths inside a node.
+        Ignore bypasses and excluded paths. If there are several nodes, a path inside a node does
+        not show that a port works. It only disproves this rank's report on the peer's port, because
+        the path was down when this rank made that report; the peer's own report stays.
         """
         if self.agreement is None or self.revocation.is_leaving or key.is_bypass:
             return
@@ -612,7 +631,18 @@ class Failover:
             return
         if not self._is_inside(key.peer):
             self.agreement.report_up(self._rank, key.rail)
-            self.agreement.report_up(*key)
+        self.agreement.report_up(*key)
+
+    def _report_unproved(self, rail: int) -> None:
+        """Report that this rank's port of `rail` works, if no path will show it.
+
+        Paths inside a node do not show it, so the report is made at once if this rank has no other
+        paths. Otherwise the first path to another node shows it.
+        """
+        if self.agreement is None or self.revocation.is_leaving or self.is_over:
+            return
+        if all(map(self._is_inside, self._links.peers)):
+            self.agreement.report_up(self._rank, rail)
 
     def _is_inside(self, peer: int) -> bool:
         nodes = self._context.nodes

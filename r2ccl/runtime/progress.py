@@ -287,8 +287,9 @@ class Progress:
             self.confirmed(path.peer, frame.channel, frame.ack)
         again = link.cleared(path, frame.seq, event.nbytes, event.token)
         if again is not None:
-            self._repairs.replayed(again.lost_on, len(again.view))
-            self._links.write(link, again, event.token, is_replay=True)
+            item, lost = again
+            self._links.write_again(link, item, lost, event.token)
+            self._repairs.replayed(item.lost_on, len(item.view))
         self._links.touch_channel(frame.channel)
 
     def _on_confirmed(self, event: Confirmed) -> None:

@@ -12,6 +12,7 @@ import pytest
 from support.slow import slow_but, sweep
 
 from r2ccl.testing.simulation import CallSpec, CutPath, FailurePlan, NicDown, Workload, simulate
+from r2ccl.testing.simulation.rank import SimRank
 
 CLEARED = Workload(calls=(CallSpec(27),), slice_nbytes=8, eager_nbytes=0)
 EAGER = Workload(
@@ -92,3 +93,24 @@ def test_the_path_moved_to_is_cut_at_every_event_of_the_repair(
             )
             outcome = simulate(workload, FailurePlan(cuts), seed=second)
             assert outcome.is_clean, (cuts, outcome.errors)
+
+
+@sweep(115, 23)
+def test_no_slice_counts_as_in_flight_after_the_last_call(step: int) -> None:
+    workload = Workload(nranks=3, calls=(CallSpec(300),) * 3, eager_nbytes=0)
+    for at in range(100, simulate(workload).nevents, step):
+        ranks: list[SimRank] = []
+
+        class KeptRank(SimRank):
+            def __init__(self, *given: object) -> None:
+                super().__init__(*given)  # type: ignore[arg-type]
+                ranks.append(self)  # noqa: B023 - used in this turn only
+
+        cut = CutPath(at, 0, 1, 1, restore_us=200_000)
+        outcome = simulate(workload, FailurePlan((cut,)), seed=at, rank_type=KeptRank)
+        assert outcome.is_clean, (cut, outcome.errors)
+        now = outcome.time_s
+        for rank in ranks:
+            balance = rank.links.balance
+            assert balance is not None
+            assert balance.active_s(now) == balance.active_s(now + 1), (cut, rank.rank)

@@ -10,7 +10,9 @@ from r2ccl.failover.health.table import WHOLE
 from r2ccl.testing.simulation import (
     CallSpec,
     CutPath,
+    Exclude,
     FailurePlan,
+    Fault,
     NicDown,
     Noise,
     Stop,
@@ -82,3 +84,45 @@ def test_calls_in_close_succession_agree_despite_a_noisy_control(step: int) -> N
         assert outcome.is_clean
         versions |= {health.version for health in outcome.plans.values()}
     assert len(versions) > 1, "no plan changed in the midst of the calls: the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    "second", [NicDown(3_700, 1, RAIL), Exclude(3_700, 1, RAIL)], ids=["failed", "excluded"]
+)
+def test_a_rank_without_its_own_port_blames_no_other_port(second: Fault) -> None:
+    workload = Workload(nranks=4, calls=(CallSpec(300),) * 30, busy_ms=(700,) * 4)
+    # Rank 1 reports the port of rank 2, and then cannot observe that it works again.
+    first = NicDown(700, 2, RAIL, is_seen=False, restore_us=1_500_000)
+    outcome = simulate(workload, FailurePlan((first, second)), seed=700)
+    assert outcome.is_clean
+    assert any(health.share(2, RAIL) == 0 for health in outcome.plans.values())
+    for health in outcome.known:
+        assert [health.share(rank, RAIL) for rank in range(4)] == [WHOLE, 0, WHOLE, WHOLE]
+
+
+@pytest.mark.parametrize("at", slow_but([300], range(300, 1_300, 200)))
+def test_a_rank_that_closes_idle_paths_blames_no_port(at: int) -> None:
+    # Ranks 1 and 2 are neighbours in the ring, but exchange nothing in recursive doubling.
+    calls = (CallSpec(300),) * 3 + (CallSpec(300, "recursive_doubling"),) * 14
+    workload = Workload(
+        4, 2, calls, busy_ms=(700,), is_lazy=True, max_connections=2, no_rail_timeout_ms=20_000
+    )
+    down = NicDown(at, 2, RAIL, is_seen=False, restore_us=3_000_000)
+    outcome = simulate(workload, FailurePlan((down,)), seed=at)
+    assert outcome.is_clean
+    assert any(health.share(2, RAIL) == 0 for health in outcome.plans.values())
+    for health in outcome.known:
+        assert health.degraded() == ()
+
+
+@pytest.mark.parametrize("at", slow_but([700], range(700, 1_500, 200)))
+@pytest.mark.parametrize("victim", slow_but([1], range(4)))
+def test_a_port_blamed_inside_its_node_is_whole_again(victim: int, at: int) -> None:
+    calls = (CallSpec(300),) * 12
+    workload = Workload(nranks=4, calls=calls, busy_ms=(700,) * 4, nodes=(0, 0, 1, 1))
+    down = NicDown(at, victim, RAIL, is_seen=False, restore_us=1_500_000)
+    outcome = simulate(workload, FailurePlan((down,)), seed=at)
+    assert outcome.is_clean
+    assert any(health.share(victim, RAIL) == 0 for health in outcome.plans.values())
+    for health in outcome.known:
+        assert health.degraded() == ()

@@ -37,6 +37,14 @@ def test_an_error_can_be_pickled_with_its_attributes(error: R2cclError) -> None:
     assert repr(vars(found)) == repr(vars(error))
 
 
+@pytest.mark.parametrize("is_met", [True, False])
+@pytest.mark.parametrize("host", ["", "(none)"])
+def test_a_host_without_a_name_is_not_named(host: str, is_met: bool) -> None:
+    error = PeerLost(rank=0, peer=3, last_heard_s=None, why="gone", host=host, is_met=is_met)
+    assert error.host == ""
+    assert " on " not in str(error).partition("(gone")[0]
+
+
 def test_only_some_of_many_ranks_are_named() -> None:
     assert format_ranks(range(8)) == "[0, 1, 2, 3, 4, 5, 6, 7]"
     assert format_ranks({3: "x", 1: "y"}) == "[1, 3]"

@@ -8,6 +8,9 @@ end their exclusion (`exclude`). `enter` returns the health with which all ranks
 Only one thread may use a `HealthAgreement` at a time; any thread may read ``known``. A rail that
 this rank reported down stays down until this rank reports it up. An excluded rail of this rank
 counts as reported down, so after the exclusion ends it is down until this rank reports it up.
+
+Invariant: a rank whose own port of a rail is reported down reports no other port of that rail. It
+cannot observe that such a port works again, so its report would stay for ever.
 """
 
 from __future__ import annotations
@@ -147,16 +150,31 @@ class HealthAgreement:
     # Reports of this rank
 
     def report_down(self, rank: int, rail: int) -> None:
-        """Report that `rail` of `rank` is down, unless this rank has reported it already."""
-        if (rank, rail) not in self._down:
-            self._down.add((rank, rail))
-            self._report([(rank, rail)])
+        """Report that `rail` of `rank` is down, unless this rank has reported it already.
+
+        A report on this rank's own `rail` withdraws this rank's reports on `rail` of other ranks.
+        While this rank's own `rail` is reported down, `rail` of another rank is not reported.
+        """
+        own = (self._rank, rail)
+        if (rank, rail) in self._down or own in self._down:
+            return
+        others = [key for key in self._down if key[1] == rail] if rank == self._rank else []
+        self._down.difference_update(others)
+        self._down.add((rank, rail))
+        self._report([(rank, rail), *sorted(others)])
 
     def report_up(self, rank: int, rail: int) -> None:
         """Withdraw this rank's report that `rail` of `rank` is down, if there is one."""
         if (rank, rail) in self._down:
             self._down.remove((rank, rail))
             self._report([(rank, rail)])
+
+    def withdraw(self, peer: int) -> None:
+        """Withdraw this rank's reports that rails of `peer` are down, if there are any."""
+        keys = [key for key in self._down if key[0] == peer]
+        if keys:
+            self._down.difference_update(keys)
+            self._report(sorted(keys))
 
     def report_bandwidth(self, weights: Mapping[int, int], toward: Mapping[int, int]) -> None:
         """Report the measured bandwidth of this rank's rails.

@@ -166,11 +166,15 @@ class SendLink:
             item.state = SliceState.WRITING
         return item, token
 
-    def cleared(self, path: PathKey, seq: int, nbytes: int, token: object) -> Slice | None:
+    def cleared(
+        self, path: PathKey, seq: int, nbytes: int, token: object
+    ) -> tuple[Slice, PathKey | None] | None:
         """Record a landing place of `nbytes` that the peer announced on `path` for slice `seq`.
 
-        `token` is passed back to the transport with the slice. Return the slice, to be written
-        now, if it was posted already; else None.
+        `token` is passed back to the transport with the slice. Return None if the slice is not
+        posted yet. Else return the slice, to be written now, and the path that it was lost on if
+        `resume` has not been called for that path yet: the peer's report over the control plane
+        may arrive after the new landing place.
 
         Raises
         ------
@@ -187,9 +191,9 @@ class SendLink:
                 f"place on rail {path.rail} for slice {seq}, which needs none "
                 f"(confirmed {self.confirmed}, posted {self.posted})"
             )
-        item.path = path
+        lost, item.path = item.path, path
         item.state = SliceState.WRITING
-        return item
+        return item, lost
 
     def retired(self, path: PathKey, seq: int) -> list[Slice]:
         """Record that the transport reported slice `seq` sent on `path`.

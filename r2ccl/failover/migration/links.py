@@ -462,6 +462,25 @@ class Links:
                 way = ways.setdefault(link.peer, link.route)
                 self._transport.confirm(way, link.channel, link.acked)
 
+    def write_again(self, link: SendLink, item: Slice, lost: PathKey | None, token: object) -> None:
+        """Send a lost slice to its new landing place.
+
+        Parameters
+        ----------
+        link : SendLink
+        item : Slice
+        lost : PathKey or None
+            Path that the slice was lost on, if `resume` has not been called for it yet; see
+            `SendLink.cleared`. `resume` does not find the slice any more, so its loss is recorded
+            here.
+        token : object
+            Token of the new landing place.
+        """
+        if lost is not None:
+            item.lost_on = (lost, self.paths[lost].epoch)
+            self._note_lost(lost, [item])
+        self.write(link, item, token, is_replay=True)
+
     # Release of slices
 
     def resume(self, link: SendLink, path: PathKey, report: LinkReport) -> None:
@@ -472,11 +491,15 @@ class Links:
         """
         under_way = [item for item in link.outstanding if item.path == path and not item.is_eager]
         self.release(link.resume(path, self.paths[path].epoch, report))
-        nlost = sum(item.path is None and item.owner.is_bandwidth_sample for item in under_way)
-        if nlost and self.balance is not None:
-            self.balance.dropped(path.rail, self.polled_s, nlost)
+        self._note_lost(path, [item for item in under_way if item.path is None])
         # The report also confirms slices, which frees slots, so the collective may post more.
         self.touch_channel(link.channel)
+
+    def _note_lost(self, path: PathKey, slices: list[Slice]) -> None:
+        """Record in `balance` that the cleared `slices` are not in flight on `path` any more."""
+        nlost = sum(item.owner.is_bandwidth_sample for item in slices)
+        if nlost and self.balance is not None:
+            self.balance.dropped(path.rail, self.polled_s, nlost)
 
     def release(self, slices: list[Slice]) -> None:
         """Notify the consumers of the cleared slices in `slices` that these are released.

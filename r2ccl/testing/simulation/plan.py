@@ -79,6 +79,8 @@ class Workload(msgspec.Struct, frozen=True):
         Rails that were measured as slow before the first call; plans take them into account.
     excluded : tuple of (int, int)
         (rank, rail) of the NICs that are excluded from the start.
+    nodes : tuple of int
+        Number of the node of every rank, as in `r2ccl.failover.context.RankContext`.
     """
 
     nranks: int = 3
@@ -96,6 +98,7 @@ class Workload(msgspec.Struct, frozen=True):
     max_connections: int = 0
     slow: tuple[RailShare, ...] = ()
     excluded: tuple[tuple[int, int], ...] = ()
+    nodes: tuple[int, ...] = ()
 
 
 class CutPath(msgspec.Struct, frozen=True):

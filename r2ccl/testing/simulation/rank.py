@@ -148,6 +148,7 @@ class SimRank:
             self._timeline,
             nwires=network.nrails,
             neighbors=() if work.workload.is_lazy else None,
+            nodes=work.workload.nodes,
             excluded=frozenset(work.workload.excluded),
         )
         self.homes = context.homes

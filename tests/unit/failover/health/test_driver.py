@@ -329,3 +329,50 @@ def test_a_health_that_is_adopted_brings_its_excluded_rails() -> None:
     agreement.adopt(Health.whole(3, 2))
     pause(world)
     assert world.agreements[2].known.health.degraded() == ()
+
+
+def test_a_rank_whose_port_is_down_reports_no_other_port() -> None:
+    world = World()
+    agreement = world.agreements[1]
+    agreement.report_down(2, 0)
+    agreement.report_down(2, 1)
+    world.deliver()
+    world.now += 1.0
+    agreement.report_down(1, 0)
+    agreement.report_down(0, 0)
+    world.deliver()
+    health = world.agreements[0].known.health
+    assert [health.share(rank, 0) for rank in range(3)] == [WHOLE, 0, WHOLE]
+    assert health.share(2, 1) == 0, "rail 1 works at rank 1, so its report on that rail stays"
+
+
+def test_the_owner_still_reports_a_port_if_others_cannot() -> None:
+    world = World()
+    for rank in (1, 2):
+        world.agreements[rank].report_down(2, 0)
+    world.agreements[1].report_down(1, 0)
+    world.deliver()
+    world.now += 1.0
+    world.agreements[0].tick(world.now)
+    world.deliver()
+    health = world.agreements[0].known.health
+    assert [health.share(rank, 0) for rank in range(3)] == [WHOLE, 0, 0]
+
+
+def test_all_reports_on_a_peer_are_withdrawn_at_once() -> None:
+    world = World()
+    agreement = world.agreements[1]
+    for rank, rail in ((2, 0), (2, 1), (0, 1)):
+        agreement.report_down(rank, rail)
+    world.deliver()
+    world.now += 1.0
+    world.agreements[0].tick(world.now)
+    world.deliver()
+    world.now += 1.0
+    for _ in range(2):
+        agreement.withdraw(2)
+    assert len(world.queue) == 1
+    world.deliver()
+    health = world.agreements[0].known.health
+    assert [health.share(rank, 1) for rank in range(3)] == [0, WHOLE, WHOLE]
+    assert health.share(2, 0) == WHOLE

@@ -7,6 +7,7 @@ from support.failover_world import A, B, Endpoint, World, straight
 
 from r2ccl.failover.connector import Offer
 from r2ccl.failover.failover import PortUp
+from r2ccl.failover.health.rounds import Promise
 from r2ccl.failover.health.table import WHOLE
 from r2ccl.failover.migration.link import LinkReport
 from r2ccl.failover.migration.path import Announcement, PathState
@@ -293,3 +294,27 @@ def test_a_message_about_a_rail_that_does_not_exist_is_ignored() -> None:
     world = World()
     world.failover.on_message(1, Announcement(9, 0, "EIO", ()))
     assert world.revocation.error is None
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_a_carrier_suffices_where_no_path_leaves_the_node(is_apart: bool) -> None:
+    world = World(nranks=3, nodes=(0, 0, 1), neighbors=[1] if is_apart else [1, 2])
+    agreement = world.failover.agreement
+    assert agreement is not None
+
+    def share() -> int:
+        world.now += 1.0
+        agreement.tick(world.now)
+        for peer in (1, 2) if agreement.waits_for() else ():
+            agreement.on_message(peer, Promise(agreement.known.health.version, 0))
+        return agreement.known.health.share(0, 0)
+
+    world.failover.on_carrier(0, False)
+    world.repair(A)
+    world.look(0.1, frozenset())
+    assert share() == 0
+    world.failover.on_carrier(0, True)
+    world.heal(A)
+    world.open(0, 1)
+    assert world.links.paths[A].state is PathState.UP
+    assert share() == (WHOLE if is_apart else 0)
