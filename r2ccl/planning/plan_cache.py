@@ -6,7 +6,8 @@ the rank, and the places of parts in its memory, a plan depends only on values t
 ranks: the call's signature, its number and the user's schedule, the settings, the fabric with its
 agreed rates, and the agreed health. The plans of all ranks therefore match.
 
-Invariant: a cache holds at most `_KEPT` plans and evicts the oldest first.
+Invariant: a cache holds at most `_KEPT` plans, of the two newest versions of the health
+(`r2ccl.planning.kept`), and evicts the oldest first.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from r2ccl.dtypes import dtype_of
 from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planning.bandwidth_samples import BandwidthSamples, SampleCost
 from r2ccl.planning.cost_model import UNMEASURED, Choice, Fabric, Rates
+from r2ccl.planning.kept import Kept
 from r2ccl.planning.lowering import Layout, limit_windows, lower, renumbered
 from r2ccl.planning.planner import Explanation, Planner
 from r2ccl.schedule.check import check, check_order
@@ -137,7 +139,7 @@ class GroupPlanCache:
         own = fabric._replace(nodes=(), homes=[fabric.homes[at] for at in self._places])
         self._plans = PlanCache(index, len(self._members), own, config, packs_channels=True)
         self._is_at_home = len(self._places) < self._width
-        self._renumbered: dict[tuple[int, CallSignature, Parts | None], Plan] = {}
+        self._renumbered: Kept[tuple[int, CallSignature, Parts | None], Plan] = Kept(_KEPT)
 
     def __call__(self, call: CallSignature, health: Health, parts: Parts | None = None) -> Plan:
         """Return the plan of a collective of the group, given the health of all ranks.
@@ -168,9 +170,7 @@ class GroupPlanCache:
                 finish=kernels.arithmetic(call, self._nranks)[1],
                 is_bandwidth_sample=False,
             )
-            if len(self._renumbered) >= _KEPT:
-                self._renumbered.pop(next(iter(self._renumbered)))
-            self._renumbered[key] = found
+            self._renumbered.keep(key, found)
         return found
 
     def _planned_with(self, health: Health) -> Health:
@@ -252,13 +252,13 @@ class PlanCache:
         self._config = config
         self._packs_channels = packs_channels
         self._measures = config.balance != "0"
-        self._plans: dict[_Key, Plan] = {}
+        self._plans: Kept[_Key, Plan] = Kept(_KEPT)
         #: Number and times of the plans made for the newest health.
         self.planning = Planning()
         self._samples = BandwidthSamples()
         #: Costs of bandwidth samples, by health version, call and predicted time of two levels;
         #: None: no call of this kind must be one.
-        self._costs: dict[tuple[int, CallSignature, int | None], SampleCost | None] = {}
+        self._costs: Kept[_CostKey, SampleCost | None] = Kept(_KEPT)
         self._checked = checked or CheckedSchedules()
 
     @property
@@ -324,9 +324,7 @@ class PlanCache:
             is_lasting = op is not None and not is_candidate
             found = found._replace(is_lasting=own is not None or is_lasting)
             self._note(health.version, monotonic() - begun_s)
-            if len(self._plans) >= _KEPT:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[key] = found
+            self._plans.keep(key, found)
         return found
 
     def _note(self, version: int, took_s: float) -> None:
@@ -456,11 +454,10 @@ class PlanCache:
         if call.collective in DIRECT or call.collective in PREFIXES:
             return None
         key = (health.version, call, two_level_ns)
-        if key not in self._costs:
-            if len(self._costs) >= _KEPT:
-                self._costs.pop(next(iter(self._costs)))
-            self._costs[key] = self._predicted_cost(call, health, two_level_ns)
-        return self._costs[key]
+        try:
+            return self._costs[key]
+        except KeyError:
+            return self._costs.keep(key, self._predicted_cost(call, health, two_level_ns))
 
     def _predicted_cost(
         self, call: CallSignature, health: Health, two_level_ns: int | None
@@ -500,6 +497,7 @@ def _pairs(call: CallSignature, layout: Layout) -> dict[tuple[int, bool], int]:
 #: Health version, call, whether the plan is a bandwidth sample, the user's schedule, and the places
 #: of unequal parts.
 _Key = tuple[int, CallSignature, bool, Schedule | None, Parts | None]
+_CostKey = tuple[int, CallSignature, int | None]
 
 #: Maximum number of plans per cache. A training job has a few dozen call shapes.
 _KEPT = 1024
