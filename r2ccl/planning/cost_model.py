@@ -114,8 +114,8 @@ class Choice(NamedTuple):
         True if the ranks of the schedule stand for nodes with several ranks, because it has not yet
         been expanded (`r2ccl.planning.allreduce_registry.expand`).
     flows : Flows or None
-        Load of each edge, if it is known without generating the ops of the schedule.
-        None unless `is_among_nodes`: only the expansion needs it.
+        Load of each edge, if it is known without generating the ops of the schedule; None unless
+        `is_among_nodes`, because only the expansion needs it.
     """
 
     name: str

@@ -6,8 +6,9 @@ the rank, and the places of parts in its memory, a plan depends only on values t
 ranks: the call's signature, its number and the user's schedule, the settings, the fabric with its
 agreed rates, and the agreed health. The plans of all ranks therefore match.
 
-Invariant: a cache holds at most `_KEPT` plans, of the two newest versions of the health
-(`r2ccl.planning.kept`), and evicts the oldest first.
+Invariant: a cache holds at most `_KEPT` plans of calls with parts of equal size, and as many of
+other calls, each of a bounded total size. All are of the two newest versions of the health
+(`r2ccl.planning.kept`); the oldest are evicted first.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ class GroupPlanCache:
         own = fabric._replace(nodes=(), homes=[fabric.homes[at] for at in self._places])
         self._plans = PlanCache(index, len(self._members), own, config, packs_channels=True)
         self._is_at_home = len(self._places) < self._width
-        self._renumbered: Kept[tuple[int, CallSignature, Parts | None], Plan] = Kept(_KEPT)
+        self._renumbered: Kept[tuple[int, CallSignature, Parts | None], Plan] = Kept(
+            _KEPT, _UNEQUAL_SIZE
+        )
 
     def __call__(self, call: CallSignature, health: Health, parts: Parts | None = None) -> Plan:
         """Return the plan of a collective of the group, given the health of all ranks.
@@ -170,7 +173,7 @@ class GroupPlanCache:
                 finish=kernels.arithmetic(call, self._nranks)[1],
                 is_bandwidth_sample=False,
             )
-            self._renumbered.keep(key, found)
+            self._renumbered.keep(key, found, _size_of(found))
         return found
 
     def _planned_with(self, health: Health) -> Health:
@@ -252,7 +255,10 @@ class PlanCache:
         self._config = config
         self._packs_channels = packs_channels
         self._measures = config.balance != "0"
-        self._plans: Kept[_Key, Plan] = Kept(_KEPT)
+        self._plans: Kept[_Key, Plan] = Kept(_KEPT, _KEPT_SIZE)
+        #: Plans of calls with unequal parts. These can differ in every call, and would drop those
+        #: of the other calls of a program.
+        self._unequal: Kept[_Key, Plan] = Kept(_KEPT, _UNEQUAL_SIZE)
         #: Number and times of the plans made for the newest health.
         self.planning = Planning()
         self._samples = BandwidthSamples()
@@ -273,6 +279,7 @@ class PlanCache:
         """
         self._planner = Planner(self.fabric._replace(rates=rates), self._config)
         self._plans.clear()
+        self._unequal.clear()
         self._costs.clear()
 
     def __call__(
@@ -317,14 +324,15 @@ class PlanCache:
             is_bandwidth_sample = self._take(op, cost, health)
             is_candidate = cost is not None
         key = (health.version, call, is_bandwidth_sample, own, parts)
-        found = self._plans.get(key)
+        plans = self._plans if parts is None else self._unequal
+        found = plans.get(key)
         if found is None:
             begun_s = monotonic()
             found = self._make(call, health, is_bandwidth_sample, own, parts)
             is_lasting = op is not None and not is_candidate
             found = found._replace(is_lasting=own is not None or is_lasting)
             self._note(health.version, monotonic() - begun_s)
-            self._plans.keep(key, found)
+            plans.keep(key, found, _size_of(found))
         return found
 
     def _note(self, version: int, took_s: float) -> None:
@@ -494,6 +502,13 @@ def _pairs(call: CallSignature, layout: Layout) -> dict[tuple[int, bool], int]:
     return {key: msgspec.structs.replace(call, count=count).pack() for key, count in counts.items()}
 
 
+def _size_of(plan: Plan) -> int:
+    """Return the number of steps, slice boundaries and pairs of a plan, the most of its memory."""
+    lanes = plan.layout.lanes
+    ncuts = sum(len(step.cuts) for lane in lanes for step in lane.steps)
+    return sum(len(lane.steps) for lane in lanes) * _STEP_SIZE + ncuts + len(plan.pairs or ())
+
+
 #: Health version, call, whether the plan is a bandwidth sample, the user's schedule, and the places
 #: of unequal parts.
 _Key = tuple[int, CallSignature, bool, Schedule | None, Parts | None]
@@ -501,6 +516,14 @@ _CostKey = tuple[int, CallSignature, int | None]
 
 #: Maximum number of plans per cache. A training job has a few dozen call shapes.
 _KEPT = 1024
+#: Maximum size of these plans together, in slice boundaries (36 bytes each, measured with
+#: tracemalloc for alltoallvs of 64 and 256 ranks), and size of a step without its boundaries.
+#: Calls with equal parts are few in a job and repeat; their plans can be large (a ring of 64 ranks
+#: and 8 rails: 140,000).
+_KEPT_SIZE = 1 << 23
+#: The same for calls with unequal parts, which can differ in every call.
+_UNEQUAL_SIZE = 1 << 21
+_STEP_SIZE = 8
 #: Largest product of ranks and channels of a schedule that is checked before use (some 10 ms).
 _CHECKED_SIZE = 64
 

@@ -41,6 +41,7 @@ from r2ccl.types import (
     PAIRWISE,
     PARTED,
     PREFIXES,
+    ROOTED,
     CallSignature,
     Collective,
 )
@@ -252,9 +253,12 @@ class Planner:
         The candidates are cached for each health.
         """
         collective = Collective(call.collective)
-        key = (health.version, f"{collective.name} {call.root}", terms.nchannels)
+        # Without a root, `call.root` may be a digest of the sizes of the parts, which can differ in
+        # every call.
+        root = call.root if collective in ROOTED else 0
+        key = (health.version, f"{collective.name} {root}", terms.nchannels)
         made = partial(
-            collective_candidates, collective, call.root, terms, keeps_order=self._keeps_order
+            collective_candidates, collective, root, terms, keeps_order=self._keeps_order
         )
         found = self._keep(key, made, health)
         return [each for each in found if each.has_way] or found
