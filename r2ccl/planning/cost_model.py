@@ -114,7 +114,8 @@ class Choice(NamedTuple):
         True if the ranks of the schedule stand for nodes with several ranks, because it has not yet
         been expanded (`r2ccl.planning.allreduce_registry.expand`).
     flows : Flows or None
-        Load of each edge, if it is known without generating the ops of the schedule.
+        Load of each edge, if it is known without generating the ops of the schedule; None unless
+        `is_among_nodes`, because only the expansion needs it.
     """
 
     name: str
@@ -192,6 +193,8 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
             mean = mean_time(flows, (0,), wire, nodes)
         nlinks = inlets(placement, homes)
     busy = (load or Fraction(0)) * WHOLE
+    if not candidate.is_among_nodes:  # only the expansion of a schedule needs its flows
+        candidate = candidate._replace(flows=None)
     return Placed(candidate, placement, busy, mean * WHOLE, nlinks, load is not None)
 
 

@@ -81,7 +81,7 @@ def place_exchange(
     mean = mean_time(flows, fabric.homes, health, fabric.nodes) * WHOLE
     nlinks = (n - 1) * -(-count // width)
     busy = (load or Fraction(0)) * WHOLE
-    candidate = Candidate("direct", schedule, flows=flows)
+    candidate = Candidate("direct", schedule)  # kept per health, so without the flows
     return Placed(candidate, placement, busy, mean, nlinks, load is not None)
 
 

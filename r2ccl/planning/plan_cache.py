@@ -6,14 +6,14 @@ the rank, and the places of parts in its memory, a plan depends only on values t
 ranks: the call's signature, its number and the user's schedule, the settings, the fabric with its
 agreed rates, and the agreed health. The plans of all ranks therefore match.
 
-Invariant: a cache holds at most `_KEPT` plans and evicts the oldest first.
+Invariant: a cache holds at most `_KEPT` plans of calls with parts of equal size, and as many of
+other calls, each of a bounded total size. All are of the two newest versions of the health
+(`r2ccl.planning.kept`); the oldest are evicted first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from fractions import Fraction
-from math import ceil
 from typing import NamedTuple
 
 import msgspec
@@ -23,7 +23,9 @@ from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.failover.health.table import WHOLE, Health
+from r2ccl.planning.bandwidth_samples import BandwidthSamples, SampleCost
 from r2ccl.planning.cost_model import UNMEASURED, Choice, Fabric, Rates
+from r2ccl.planning.kept import Kept
 from r2ccl.planning.lowering import Layout, limit_windows, lower, renumbered
 from r2ccl.planning.planner import Explanation, Planner
 from r2ccl.schedule.check import check, check_order
@@ -138,7 +140,9 @@ class GroupPlanCache:
         own = fabric._replace(nodes=(), homes=[fabric.homes[at] for at in self._places])
         self._plans = PlanCache(index, len(self._members), own, config, packs_channels=True)
         self._is_at_home = len(self._places) < self._width
-        self._renumbered: dict[tuple[int, CallSignature, Parts | None], Plan] = {}
+        self._renumbered: Kept[tuple[int, CallSignature, Parts | None], Plan] = Kept(
+            _KEPT, _UNEQUAL_SIZE
+        )
 
     def __call__(self, call: CallSignature, health: Health, parts: Parts | None = None) -> Plan:
         """Return the plan of a collective of the group, given the health of all ranks.
@@ -169,9 +173,7 @@ class GroupPlanCache:
                 finish=kernels.arithmetic(call, self._nranks)[1],
                 is_bandwidth_sample=False,
             )
-            if len(self._renumbered) >= _KEPT:
-                self._renumbered.pop(next(iter(self._renumbered)))
-            self._renumbered[key] = found
+            self._renumbered.keep(key, found, _size_of(found))
         return found
 
     def _planned_with(self, health: Health) -> Health:
@@ -253,15 +255,16 @@ class PlanCache:
         self._config = config
         self._packs_channels = packs_channels
         self._measures = config.balance != "0"
-        self._plans: dict[_Key, Plan] = {}
+        self._plans: Kept[_Key, Plan] = Kept(_KEPT, _KEPT_SIZE)
+        #: Plans of calls with unequal parts. These can differ in every call, and would drop those
+        #: of the other calls of a program.
+        self._unequal: Kept[_Key, Plan] = Kept(_KEPT, _UNEQUAL_SIZE)
         #: Number and times of the plans made for the newest health.
         self.planning = Planning()
-        #: Health version, number of the collective before the first one planned with it, and period
-        #: of bandwidth samples soon after that collective.
-        self._since = (-1, 0, _GAUGE_EVERY)
-        #: Long-term period of bandwidth samples, by health version, call and predicted time of two
-        #: levels; 0: none are needed.
-        self._periods: dict[tuple[int, CallSignature, int | None], int] = {}
+        self._samples = BandwidthSamples()
+        #: Costs of bandwidth samples, by health version, call and predicted time of two levels;
+        #: None: no call of this kind must be one.
+        self._costs: Kept[_CostKey, SampleCost | None] = Kept(_KEPT)
         self._checked = checked or CheckedSchedules()
 
     @property
@@ -276,7 +279,8 @@ class PlanCache:
         """
         self._planner = Planner(self.fabric._replace(rates=rates), self._config)
         self._plans.clear()
-        self._periods.clear()
+        self._unequal.clear()
+        self._costs.clear()
 
     def __call__(
         self,
@@ -295,15 +299,16 @@ class PlanCache:
         call : CallSignature
         health : Health
         op : int, optional
-            Number of the collective before this one, equal on all ranks. It decides whether the
-            plan must be a bandwidth sample. Default: it need not be.
+            Number of the collective before this one, equal on all ranks. The call is counted, and
+            can have to be a bandwidth sample (see `is_bandwidth_sample`). Default: neither.
         own : Schedule, optional
             Schedule of the user, which replaces the planner's choice. The caller has verified that
             its collective and its number of ranks are those of the call.
         parts : Parts, optional
             Places of the parts in this rank's memory, as for `r2ccl.planning.lowering.lower`.
         is_bandwidth_sample : bool
-            True if the plan must be a bandwidth sample whatever `op` is.
+            True if the plan must be a bandwidth sample; the method `is_bandwidth_sample` has then
+            counted the call.
 
         Raises
         ------
@@ -313,20 +318,21 @@ class PlanCache:
             If `own` is not a correct schedule, or does not reduce in rank order although the
             operation is not commutative.
         """
-        is_bandwidth_sample = is_bandwidth_sample or (
-            op is not None and own is None and self.is_bandwidth_sample(call, health, op)
-        )
+        is_candidate = is_bandwidth_sample
+        if op is not None and not is_bandwidth_sample:
+            cost = self._cost_of(call, health) if own is None else None
+            is_bandwidth_sample = self._take(op, cost, health)
+            is_candidate = cost is not None
         key = (health.version, call, is_bandwidth_sample, own, parts)
-        found = self._plans.get(key)
+        plans = self._plans if parts is None else self._unequal
+        found = plans.get(key)
         if found is None:
             begun_s = monotonic()
             found = self._make(call, health, is_bandwidth_sample, own, parts)
-            is_lasting = op is not None and not self._periods.get((health.version, call, None))
+            is_lasting = op is not None and not is_candidate
             found = found._replace(is_lasting=own is not None or is_lasting)
             self._note(health.version, monotonic() - begun_s)
-            if len(self._plans) >= _KEPT:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[key] = found
+            plans.keep(key, found, _size_of(found))
         return found
 
     def _note(self, version: int, took_s: float) -> None:
@@ -425,37 +431,45 @@ class PlanCache:
     ) -> bool:
         """Return whether `call` must run as a bandwidth sample, even if another schedule is faster.
 
+        This method also counts the call; see `r2ccl.planning.bandwidth_samples` for the selection.
+        The last question with the number `op` must be about the call that this rank makes.
+
         `op` is the number of the collective before `call`, equal on all ranks. `two_level_ns` is
         the predicted time of the call in two levels, 0 if unknown; None if it would run in one
         level.
 
-        Samples are frequent soon after the health changed, because it may change back. Later they
-        are rare enough to cost at most `_BUDGET` of the predicted time, but not rarer than
-        `_RAREST` allows. The result is equal on all ranks, because all plan with a new health from
-        the same call on. It is False for scans, direct exchanges and operations that are not
-        commutative, and with ``R2CC_BALANCE=0``. It is also False if the network was not measured,
-        the predicted time of the call is unknown, its fastest schedule is a sample anyway, or it
-        has no schedule that is a sample.
+        The result is equal on all ranks, because all plan with a new health from the same call on.
+        It is False for scans, direct exchanges and operations that are not commutative, and with
+        ``R2CC_BALANCE=0``. It is also False if the network was not measured, the predicted time of
+        the call is unknown, its fastest schedule is a sample anyway, or it has no schedule that is
+        a sample.
         """
-        if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
-            return False
-        if call.collective in DIRECT or call.collective in PREFIXES:
-            return False
-        if health.version != self._since[0]:
-            is_slow = any(0 < share < WHOLE for share in health.shares)
-            often = _GAUGE_EVERY_SLOW if is_slow else _GAUGE_EVERY
-            self._since = (health.version, op, often)
-        key = (health.version, call, two_level_ns)
-        period = self._periods.get(key)
-        if period is None:
-            if len(self._periods) >= _KEPT:
-                self._periods.pop(next(iter(self._periods)))
-            period = self._periods[key] = self._period(call, health, two_level_ns)
-        _, first, often = self._since
-        age = op - first
-        return period > 0 and age % (often if age < _SOON else max(often, period)) < _GAUGES
+        return self._take(op, self._cost_of(call, health, two_level_ns), health)
 
-    def _period(self, call: CallSignature, health: Health, two_level_ns: int | None) -> int:
+    def _take(self, op: int, cost: SampleCost | None, health: Health) -> bool:
+        """Count a call and return whether it must be a sample; `cost` is that of `_cost_of`."""
+        if cost is not None and health.version != self._samples.version:
+            is_slow = any(0 < share < WHOLE for share in health.shares)
+            self._samples.begin(health.version, is_slow=is_slow)
+        return self._samples.take(op, cost)
+
+    def _cost_of(
+        self, call: CallSignature, health: Health, two_level_ns: int | None = None
+    ) -> SampleCost | None:
+        """Return the cost of running `call` as a sample; None if it must never be one."""
+        if not self._measures or self.fabric.rates == UNMEASURED or call.op == ORDERED_OP:
+            return None
+        if call.collective in DIRECT or call.collective in PREFIXES:
+            return None
+        key = (health.version, call, two_level_ns)
+        try:
+            return self._costs[key]
+        except KeyError:
+            return self._costs.keep(key, self._predicted_cost(call, health, two_level_ns))
+
+    def _predicted_cost(
+        self, call: CallSignature, health: Health, two_level_ns: int | None
+    ) -> SampleCost | None:
         nbytes = call.count * dtype_of(call.dtype).itemsize
         chosen, gauge = (
             self._planner.plan(call, nbytes, health, is_bandwidth_sample=is_bandwidth_sample)
@@ -464,9 +478,8 @@ class PlanCache:
         chosen_ns = chosen.predicted_ns if two_level_ns is None else two_level_ns
         is_always_one = two_level_ns is None and chosen.is_bandwidth_sample
         if is_always_one or not gauge.is_bandwidth_sample or not chosen_ns:
-            return 0
-        extra = Fraction(gauge.predicted_ns, chosen_ns) - 1
-        return max(1, min(_RAREST, ceil(_GAUGES * extra / _BUDGET)))
+            return None
+        return SampleCost(chosen_ns, max(0, gauge.predicted_ns - chosen_ns))
 
     def _check_choice(self, schedule: Schedule, *, is_ordered: bool) -> None:
         """Check a schedule before its first use, except large ones, which only the tests check."""
@@ -489,23 +502,28 @@ def _pairs(call: CallSignature, layout: Layout) -> dict[tuple[int, bool], int]:
     return {key: msgspec.structs.replace(call, count=count).pack() for key, count in counts.items()}
 
 
+def _size_of(plan: Plan) -> int:
+    """Return the number of steps, slice boundaries and pairs of a plan, the most of its memory."""
+    lanes = plan.layout.lanes
+    ncuts = sum(len(step.cuts) for lane in lanes for step in lane.steps)
+    return sum(len(lane.steps) for lane in lanes) * _STEP_SIZE + ncuts + len(plan.pairs or ())
+
+
 #: Health version, call, whether the plan is a bandwidth sample, the user's schedule, and the places
 #: of unequal parts.
 _Key = tuple[int, CallSignature, bool, Schedule | None, Parts | None]
+_CostKey = tuple[int, CallSignature, int | None]
 
 #: Maximum number of plans per cache. A training job has a few dozen call shapes.
 _KEPT = 1024
-#: In every period, `_GAUGES` consecutive collectives run as rings or chains to sample rail
-#: bandwidth, even if other schedules are faster: the traffic of a port shows its bandwidth only if
-#: one peer sends to it, and one collective alone is too short for a clear result. The period is
-#: shorter while a rail is slow, because the rail can recover at any time.
-_GAUGES = 3
-_GAUGE_EVERY_SLOW, _GAUGE_EVERY = 16, 48
-#: Number of collectives after a change of health that use these periods. Later periods are chosen
-#: so that samples cost at most `_BUDGET` of the time, up to `_RAREST` collectives.
-_SOON = 64
-_BUDGET = Fraction(1, 100)
-_RAREST = 4096
+#: Maximum size of these plans together, in slice boundaries (36 bytes each, measured with
+#: tracemalloc for alltoallvs of 64 and 256 ranks), and size of a step without its boundaries.
+#: Calls with equal parts are few in a job and repeat; their plans can be large (a ring of 64 ranks
+#: and 8 rails: 140,000).
+_KEPT_SIZE = 1 << 23
+#: The same for calls with unequal parts, which can differ in every call.
+_UNEQUAL_SIZE = 1 << 21
+_STEP_SIZE = 8
 #: Largest product of ranks and channels of a schedule that is checked before use (some 10 ms).
 _CHECKED_SIZE = 64
 

@@ -32,6 +32,7 @@ from r2ccl.planning.allreduce_registry import FAMILIES, Candidate, Terms, candid
 from r2ccl.planning.collective_registry import DISSEMINATIONS, collective_candidates, parted
 from r2ccl.planning.cost_model import NOT_TREES, UNMEASURED, Choice, Fabric, Placed, predict, put
 from r2ccl.planning.exchange_placement import place_exchange
+from r2ccl.planning.kept import Kept
 from r2ccl.planning.placement import place
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import (
@@ -40,6 +41,7 @@ from r2ccl.types import (
     PAIRWISE,
     PARTED,
     PREFIXES,
+    ROOTED,
     CallSignature,
     Collective,
 )
@@ -118,7 +120,7 @@ class Planner:
         self.fabric = fabric
         self._config = config
         #: Placed candidates by health version, family or call, and channel count of a ring.
-        self._placed: dict[_Key, list[Placed]] = {}
+        self._placed: Kept[_Key, list[Placed]] = Kept(_KEPT)
 
     def plan(
         self, call: CallSignature, nbytes: int, health: Health, *, is_bandwidth_sample: bool = False
@@ -224,7 +226,7 @@ class Planner:
         if found is None:
             channels = self._config.channels
             placed = place_exchange(collective, call.root, channels, self.fabric, health)
-            found = self._remember(key, [placed])
+            found = self._placed.keep(key, [placed])
         size = _NOMINAL_NBYTES if collective in PAIRWISE else nbytes
         return predict(found[0], size, self.fabric, self._config)
 
@@ -251,9 +253,12 @@ class Planner:
         The candidates are cached for each health.
         """
         collective = Collective(call.collective)
-        key = (health.version, f"{collective.name} {call.root}", terms.nchannels)
+        # Without a root, `call.root` may be a digest of the sizes of the parts, which can differ in
+        # every call.
+        root = call.root if collective in ROOTED else 0
+        key = (health.version, f"{collective.name} {root}", terms.nchannels)
         made = partial(
-            collective_candidates, collective, call.root, terms, keeps_order=self._keeps_order
+            collective_candidates, collective, root, terms, keeps_order=self._keeps_order
         )
         found = self._keep(key, made, health)
         return [each for each in found if each.has_way] or found
@@ -311,13 +316,7 @@ class Planner:
     ) -> list[Placed]:
         found = self._placed.get(key)
         if found is None:
-            found = self._remember(key, [put(each, self.fabric, health) for each in make()])
-        return found
-
-    def _remember(self, key: _Key, found: list[Placed]) -> list[Placed]:
-        if len(self._placed) >= _KEPT:
-            self._placed.pop(next(iter(self._placed)))
-        self._placed[key] = found
+            found = self._placed.keep(key, [put(each, self.fabric, health) for each in make()])
         return found
 
     def own(self, schedule: Schedule, nbytes: int, health: Health) -> Choice:

@@ -37,6 +37,7 @@ from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planning.cost_model import Choice, Fabric
+from r2ccl.planning.kept import Kept
 from r2ccl.planning.plan_cache import GroupPlanCache, Plan, PlanCache
 from r2ccl.planning.planner import Planner
 from r2ccl.schedule.chunks import Parts, Range, cut
@@ -146,7 +147,7 @@ class TwoLevelPlans:
         #: number of groups that use the first group's rails.
         self._first_share = Fraction(shares[0], sum(shares))
         self._nsharers = sum(self._divided[0][0] in homes for homes in self._divided)
-        self._kept: dict[tuple[int, CallSignature, tuple[int, ...]], Division | None] = {}
+        self._kept: Kept[tuple[int, CallSignature, tuple[int, ...]], Division | None] = Kept(_KEPT)
 
     def division(
         self, call: CallSignature, health: Health, sizes: tuple[int, ...] = ()
@@ -172,11 +173,10 @@ class TwoLevelPlans:
         take less time by more than 2 %.
         """
         key = (health.version, call, sizes)
-        if key not in self._kept:
-            if len(self._kept) >= _KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = self._divide(call, health, sizes)
-        return self._kept[key]
+        try:  # another thread may drop the result between two look-ups
+            return self._kept[key]
+        except KeyError:
+            return self._kept.keep(key, self._divide(call, health, sizes))
 
     def is_bandwidth_sample(
         self, call: CallSignature, health: Health, op: int, division: Division

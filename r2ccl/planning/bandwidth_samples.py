@@ -1,0 +1,130 @@
+"""Bandwidth samples: which calls of a communicator run as rings or chains to measure its rails.
+
+The traffic of a port shows its bandwidth only if one peer sends to it, as in rings and chains. A
+call whose fastest schedule is another one is a *candidate*: it can run as a *sample*, which takes
+longer. One collective alone is too short for a clear result, so samples come in *windows* of
+`_WINDOW` consecutive candidates.
+
+Only candidates are counted, because a program may make the same few calls in every step: if all
+calls were counted, windows could always, or never, meet the same calls of a step.
+
+Invariant: all ranks select the same calls. The decisions depend only on the candidates, their
+costs and the versions of the health, which are equal on all ranks, and not on other calls. A rank
+need not ask about these: compiled code repeats a call without a new plan, and a call in two levels
+has a number per chunk. If a rank asks about a call that it then does not make, its next question
+has the same number and replaces the first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SampleCost(NamedTuple):
+    """Predicted times of a candidate: that of its fastest schedule, and what a sample adds to it.
+
+    Both are in ns; the first is positive, the second is not negative.
+    """
+
+    usual_ns: int
+    extra_ns: int
+
+
+class _Count(NamedTuple):
+    """Position in the sequence of candidates since the last change of health.
+
+    Attributes
+    ----------
+    age : int
+        Number of candidates.
+    since_window : int or None
+        Number of candidates since the last window began; None: none has begun.
+    saved_ns : int
+        `_BUDGET` times the time, in ns, that samples may add now; negative if they have added more
+        than they may. Every candidate adds its usual time.
+    """
+
+    age: int = 0
+    since_window: int | None = None
+    saved_ns: int = 0
+
+
+class BandwidthSamples:
+    """Selection of the calls of one communicator that are samples.
+
+    Samples are frequent soon after the health changed, because it may change back. Later they cost
+    at most 1 % of the predicted time of the candidates, but are not rarer than `_RAREST` allows.
+
+    Attributes
+    ----------
+    version : int
+        Version of the health in the last `begin`; -1 before.
+    """
+
+    def __init__(self) -> None:
+        self.version = -1
+        #: Smallest distance of windows: the number of candidates from the first of one to the first
+        #: of the next.
+        self._distance = 0
+        #: Number of the last call asked about, and the counts before and after this call.
+        self._op = -1
+        self._before = self._after = _Count()
+
+    def begin(self, version: int, *, is_slow: bool) -> None:
+        """Start a new count with the next call, the first candidate with a new health.
+
+        Parameters
+        ----------
+        version : int
+            Version of the health.
+        is_slow : bool
+            True if a rail is slow. It may recover at any time, so windows are then more frequent.
+        """
+        self.version, self._distance = version, _DISTANCE_SLOW if is_slow else _DISTANCE
+        self._before = self._after = _Count()
+
+    def take(self, op: int, cost: SampleCost | None) -> bool:
+        """Return whether a call is a sample, and count it.
+
+        Parameters
+        ----------
+        op : int
+            Number of the collective before the call. Only the last call with this number counts.
+        cost : SampleCost or None
+            None: the call is not a candidate.
+        """
+        if op != self._op:
+            self._op, self._before = op, self._after
+        self._after, is_sample = self._counted(cost)
+        return is_sample
+
+    def _counted(self, cost: SampleCost | None) -> tuple[_Count, bool]:
+        """Return the count after a call with this cost, and whether the call is a sample."""
+        if cost is None:
+            return self._before, False
+        age, since, saved_ns = self._before
+        is_soon = age < _SOON
+        saved_ns = 0 if is_soon else saved_ns + cost.usual_ns
+        window_ns = _WINDOW * _BUDGET * cost.extra_ns
+        if since is None or (
+            since >= self._distance and (is_soon or saved_ns >= window_ns or since >= _RAREST)
+        ):
+            # Savings beyond a window would allow many windows in a row later. A window that begins
+            # only because of `_RAREST` leaves no debt, which would delay all later ones as much.
+            since, saved_ns = 0, 0 if is_soon else window_ns
+        is_sample = since < _WINDOW
+        if is_sample and not is_soon:
+            saved_ns -= _BUDGET * cost.extra_ns
+        return _Count(age + 1, since + 1, saved_ns), is_sample
+
+
+#: Number of consecutive candidates in a window.
+_WINDOW = 3
+_DISTANCE_SLOW, _DISTANCE = 16, 48
+#: Number of candidates after a change of health whose windows have these distances. Later, samples
+#: cost at most one part in `_BUDGET` of the time, and windows have at most the distance `_RAREST`.
+_SOON = 64
+_BUDGET = 100
+_RAREST = 4096
+
+__all__ = ["BandwidthSamples", "SampleCost"]

@@ -1,0 +1,68 @@
+"""Results of planning that are kept for later calls, as long as the health may still be in use.
+
+Invariant: results of a new version of the health drop those of all versions but the last two. The
+last but one may still be in use by calls that ranks entered before they agreed on the new one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+#: Version of the health, and whatever else a result depends on.
+Key = TypeVar("Key", bound=tuple[int, *tuple[Any, ...]])
+Value = TypeVar("Value")
+
+
+class Kept(dict[Key, Value]):
+    """Results by key. The first element of a key is the version of the health.
+
+    Results are only ever kept to save time, so any of them may be dropped.
+
+    Parameters
+    ----------
+    most : int
+        Maximum number of results. Further results drop the oldest.
+    most_size : int, optional
+        Maximum size of all results together, in the unit of `keep`; one result may exceed it.
+        Default: the size does not matter.
+    """
+
+    def __init__(self, most: int, most_size: int | None = None) -> None:
+        super().__init__()
+        self._most = most
+        self._most_size = most_size
+        self._sizes: dict[Key, int] = {}
+        #: Newest version of the health in a key.
+        self._newest = -1
+
+    def keep(self, key: Key, value: Value, size: int = 0) -> Value:
+        """Keep `value`, the result for `key`, whose memory is proportional to `size`; return it."""
+        newest = self._newest
+        if key[0] > newest:
+            self._newest = key[0]
+            # Another thread may explain a choice, and keep results, at the same time.
+            for other in list(self):
+                if other[0] < newest:
+                    self._drop(other)
+        while self and (len(self) >= self._most or self._is_full(size)):
+            self._drop(next(iter(self)))
+        self[key] = value
+        if self._most_size is not None:
+            self._sizes[key] = size
+        return value
+
+    def clear(self) -> None:
+        """Drop all results."""
+        super().clear()
+        self._sizes.clear()
+
+    def _is_full(self, size: int) -> bool:
+        most = self._most_size
+        return most is not None and sum(list(self._sizes.values())) + size > most
+
+    def _drop(self, key: Key) -> None:
+        self.pop(key, None)
+        self._sizes.pop(key, None)
+
+
+__all__ = ["Kept"]
