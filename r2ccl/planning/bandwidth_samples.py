@@ -59,6 +59,9 @@ class BandwidthSamples:
     ----------
     version : int
         Version of the health in the last `begin`; -1 before.
+    op : int
+        Number of the last call asked about; -1 before. A call that is not a candidate changes
+        nothing, and need not be asked about, unless it has this number.
     """
 
     def __init__(self) -> None:
@@ -66,8 +69,8 @@ class BandwidthSamples:
         #: Smallest distance of windows: the number of candidates from the first of one to the first
         #: of the next.
         self._distance = 0
-        #: Number of the last call asked about, and the counts before and after this call.
-        self._op = -1
+        self.op = -1
+        #: Counts before and after the last call asked about.
         self._before = self._after = _Count()
 
     def begin(self, version: int, *, is_slow: bool) -> None:
@@ -93,8 +96,8 @@ class BandwidthSamples:
         cost : SampleCost or None
             None: the call is not a candidate.
         """
-        if op != self._op:
-            self._op, self._before = op, self._after
+        if op != self.op:
+            self.op, self._before = op, self._after
         self._after, is_sample = self._counted(cost)
         return is_sample
 

@@ -321,8 +321,10 @@ class PlanCache:
         is_candidate = is_bandwidth_sample
         if op is not None and not is_bandwidth_sample:
             cost = self._cost_of(call, health) if own is None else None
-            is_bandwidth_sample = self._take(op, cost, health)
             is_candidate = cost is not None
+            # Most calls are no candidates and need no function call here.
+            if is_candidate or op == self._samples.op:
+                is_bandwidth_sample = self._take(op, cost, health)
         key = (health.version, call, is_bandwidth_sample, own, parts)
         plans = self._plans if parts is None else self._unequal
         found = plans.get(key)
