@@ -150,6 +150,17 @@ def reset(fd: int) -> None:
         raise OSError(ctypes.get_errno(), "connect")
 
 
+def cut_first_rail(comm: Communicator, pick: float) -> None:
+    """Wait until the peers have sent slices, then reset a connection of rail 0, which loses them.
+
+    `pick`, from 0 to 1, chooses the connection.
+    """
+    time.sleep(0.005)
+    paths = comm._engine._loop._transport._by_path
+    used = [conn for path, conn in paths.items() if path.rail == 0]
+    reset(used[int(pick * len(used))].fd)
+
+
 def repeated_beside_a_cut(seed: int, ncalls: int) -> tuple[int, int, int]:
     """Repeat calls while a path fails; return the number of wrong ones, repetitions and repairs.
 
@@ -166,10 +177,7 @@ def repeated_beside_a_cut(seed: int, ncalls: int) -> tuple[int, int, int]:
         expected = parts[0] if is_broadcast else sum(parts)
         for number in range(ncalls):
             if number == cut and rank == n - 1:
-                time.sleep(0.005)
-                paths = comm._engine._loop._transport._by_path
-                used = [conn for path, conn in paths.items() if path.rail == 0]
-                reset(used[int(pick * len(used))].fd)
+                cut_first_rail(comm, pick)
             x = parts[rank] + np.float32(number % 7)
             if is_broadcast:
                 nwrong += not np.array_equal(comm.broadcast(x), expected + number % 7)

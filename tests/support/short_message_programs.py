@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from support.compiled_programs import compiled_of, counted_repeats, reset
+from support.compiled_programs import compiled_of, counted_repeats, cut_first_rail
 
 import r2ccl
 from r2ccl import ANY_TAG, Communicator, Message
@@ -83,13 +83,9 @@ def beside_a_cut(seed: int, nrounds: int) -> tuple[int, int, int]:
     cut, pick, way = chance.randrange(10, nrounds - 10), chance.random(), chance.choice(_USUAL)
     is_same, form, nwrong = chance.random() < 0.9, chance.random(), 0
     with r2ccl.init(shm="0", compiled="1", rails=2) as comm, counted_repeats(comm) as repeats:
-        compiled = compiled_of(comm)
         for number in range(nrounds):
             if number == cut and comm.rank == comm.nranks - 1:
-                time.sleep(0.005)
-                paths = compiled._transport._by_path
-                used = [conn for path, conn in paths.items() if path.rail == 0]
-                reset(used[int(pick * len(used))].fd)
+                cut_first_rail(comm, pick)
             nwrong += not way(comm, number, random.Random(form if is_same else number))
         comm.barrier()
         return nwrong, len(repeats), len(comm.repairs())

@@ -218,13 +218,14 @@ class MessageDriver(MessageProtocol):
 
     def _admits(self, to: int, nbytes: int) -> bool:
         peer = self._members[to]
-        if nbytes and not (self.is_short(nbytes) and self._has_room(peer, nbytes)):
+        if nbytes and not (self.is_short(nbytes) and self.has_room(to, nbytes)):
             return False
         self._sent[peer] = self._sent.get(peer, 0) + nbytes
         return True
 
-    def _has_room(self, peer: int, nbytes: int) -> bool:
-        """Return whether `peer`, a rank of the job, may buffer a short message of `nbytes`."""
+    def has_room(self, to: int, nbytes: int) -> bool:
+        """Return whether rank `to` may buffer a short message of `nbytes`."""
+        peer = self._members[to]
         untaken = self._sent.get(peer, 0) - self._taken.get(peer, 0)
         return untaken + nbytes <= MOST_UNTAKEN
 
@@ -251,10 +252,6 @@ class MessageDriver(MessageProtocol):
     def has_waiting(self) -> bool:
         """True if a message or receive is kept, or an envelope waits for a free slot."""
         return not self.matching.is_empty or any(self._envelopes.values())
-
-    def has_room(self, to: int, nbytes: int) -> bool:
-        """Return whether rank `to` may buffer a short message of `nbytes`."""
-        return self._has_room(self._members[to], nbytes)
 
     def may_send(self, to: int, nbytes: int) -> bool:
         """Return whether a short message of `nbytes` to rank `to` could be sent at once."""

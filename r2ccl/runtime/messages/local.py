@@ -256,11 +256,7 @@ class LocalMessages:
     # Direct calls
 
     def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
-        """Run the direct call that `begin` prepared for `key`, with arrays of the same form.
-
-        Return NOT_RUN if there is no such call, the form of an array differs, or the communicator
-        has ended, and in the cases in which `begin` returns NOT_RUN.
-        """
+        """Implement `Way.repeat`."""
         found = self._prepared.get(key)
         if found is None or type(x) is not np.ndarray or type(out) is not np.ndarray:
             return NOT_RUN
@@ -269,28 +265,10 @@ class LocalMessages:
     def begin(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
     ) -> Outcome:
-        """Run a direct call; if its arrays are C-contiguous NumPy arrays, keep it for `repeat`.
+        """Implement `Way.begin`; if the arrays are C-contiguous NumPy arrays, keep it for `repeat`.
 
-        Parameters
-        ----------
-        key : tuple of int
-            ``(to, tag)`` of a send, ``(source, tag, 0)`` of a receive, and ``(to, tag, source,
-            recv_tag)`` of both. The 0 only makes the key of a receive differ from that of a send.
-        sent, received : DirectEnd or None
-            The send and the receive; None if the call has none.
-
-        Returns
-        -------
-        Message or Delayed or NotRun or None
-            NOT_RUN if another message is unfinished or waits to be received, another thread moves
-            messages, or a peer is this rank or `ANY`; else see `Outcome`.
-
-        Raises
-        ------
-        ConcurrentCalls
-            If the caller is a signal handler that interrupted this thread's turn.
-        R2cclError
-            If the communicator has ended, or ends meanwhile.
+        A direct call cannot run if another message is unfinished or waits to be received, another
+        thread moves messages, or a peer is this rank or `ANY`.
         """
         from r2ccl.shm.rings import DirectCall
 

@@ -9,6 +9,7 @@ import pytest
 from support.still import make_engine
 
 from r2ccl.clock import monotonic
+from r2ccl.config import ENVELOPE_NBYTES
 from r2ccl.errors import TransportTimeout
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import first_channel, message_context
@@ -19,6 +20,10 @@ from r2ccl.types import PathKey
 
 _ENVELOPE = struct.Struct("<BBxxIqQQ")
 _MESSAGE, _REQUEST, _GRANT = 1, 2, 3
+
+
+def test_the_room_for_an_envelope_is_its_size() -> None:
+    assert _ENVELOPE.size == ENVELOPE_NBYTES
 
 
 def test_many_envelopes_may_have_arrived_at_once() -> None:
