@@ -145,6 +145,8 @@ class ControlPlane:
         setting it wakes no thread.
     is_on_one_host : bool
         True if all ranks share one network stack (`PeerInfo.host`).
+    is_loopback : bool
+        True if all rails are loopback. Equal on all ranks.
     nwires : int
         Number of rails whose bandwidths add up: the RDMA ports if there are any; else 1
         if all rails are loopback, which share the memory bandwidth; else the rails that are no last
@@ -184,7 +186,8 @@ class ControlPlane:
         self.nhcas = len(peers[rank].hcas)
         nhomes = len(nics) - peers[rank].nlast_resorts
         self.last_resorts = frozenset(range(nhomes, len(nics))) if nhomes else frozenset()
-        self.nwires = self.nhcas or (1 if _is_loopback(peers) else nhomes or len(nics))
+        self.is_loopback = not self.nhcas and _is_loopback(peers)
+        self.nwires = self.nhcas or (1 if self.is_loopback else nhomes or len(nics))
         self.is_busy = False
         self._loop = loop
         self._clock = clock

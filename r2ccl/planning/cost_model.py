@@ -78,12 +78,15 @@ class Fabric(NamedTuple):
     nodes : sequence of int
         Node of each rank; ranks of a node share its ports. Empty: every rank counts as a node.
     rates : Rates
+    is_loopback : bool
+        True if all rails are loopback: all ranks share the memory and the cores of one host.
     """
 
     homes: Sequence[int]
     nwires: int
     nodes: Sequence[int] = ()
     rates: Rates = UNMEASURED
+    is_loopback: bool = False
 
     @property
     def inlet_nbytes(self) -> int:

@@ -355,9 +355,7 @@ class Planner:
             return f"because {setting}{'' if is_allowed else _NOT_APPLICABLE}"
         if not is_allowed:
             return "because some nodes have no common home rail"
-        if len(self.fabric.homes) == 1:
-            return "because each node has one rail, on which only the ring runs"
-        if self.fabric.nwires == 1:
+        if self.fabric.is_loopback:
             return "because all rails share one wire, so losing a rail costs no bandwidth"
         if self.fabric.rates == UNMEASURED:
             return "because the network was not measured"
@@ -410,7 +408,7 @@ class Planner:
             return ("ring", "r2cc")
         if algo != "auto":
             return (algo,)
-        if self.fabric.nwires == 1 or self.fabric.rates == UNMEASURED:
+        if self.fabric.is_loopback or self.fabric.rates == UNMEASURED:
             return ("ring",)
         return _FOR_WHOLE if terms.is_whole else _FOR_DEGRADED
 

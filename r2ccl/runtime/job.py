@@ -154,6 +154,7 @@ class Job:
             self.control.nwires,
             _nodes_of([self.control.peers[rank] for rank in engine.context.members]),
             self._participants[0].plans.fabric.rates if self._participants else UNMEASURED,
+            self.control.is_loopback,
         )
         made = Participant(
             engine,

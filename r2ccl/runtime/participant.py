@@ -137,7 +137,7 @@ class Participant:
         """
         fabric, nranks = self.plans.fabric, self.engine.nranks
         nnodes = len(set(fabric.nodes)) or nranks
-        if fabric.nwires > 1 and nnodes > 1 and self._config.is_planned:
+        if not fabric.is_loopback and nnodes > 1 and self._config.is_planned:
             rates = self.on_host.calibrate()
             self.plans.measured(rates)
             if len(set(self.hosts)) == nranks:

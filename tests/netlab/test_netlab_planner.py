@@ -23,12 +23,12 @@ NBYTES = 8 << 20
 
 
 def run(nodes: int, rails: int, ranks_per_node: int) -> list[list[dict[str, Any]]]:
-    """Run a job whose node 1 loses a NIC; return the report of each rank."""
+    """Run a job whose node 1 loses a NIC, if it has several; return the report of each rank."""
     fault = Fault(action=Action.NIC_DOWN, node=1, rail=0, at_op=4)
     with Lab(
         nodes=nodes, rails=rails, rate=f"{RATE_MBPS}mbit", ranks_per_node=ranks_per_node
     ) as lab:
-        plan = FaultPlan([fault])
+        plan = FaultPlan([fault] if rails > 1 else [])
         results = lab.run(
             [sys.executable, str(Path(__file__).with_name("planner_rank.py")), str(NBYTES)],
             env={"PYTHONPATH": str(Path(__file__).parents[2])},
@@ -59,3 +59,10 @@ def test_the_choice_follows_the_network(
         assert before["load"] < after["load"] < before["load"] * rails / (rails - 1)
     said = [[(each["schedule"], each["predicted_s"]) for each in report] for report in reports]
     assert all(each == said[0] for each in said), "ranks do not plan alike"
+
+
+def test_a_network_of_one_nic_per_node_is_measured_too() -> None:
+    for before, after in run(4, 1, 1):
+        assert before["predicted_s"] == after["predicted_s"]
+        beta = before["load"] * NBYTES / before["predicted_s"]
+        assert 0.7 < beta / (RATE_MBPS * 1e6 / 8) < 1.3

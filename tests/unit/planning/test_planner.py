@@ -153,7 +153,7 @@ def test_modes_bound_the_choice() -> None:
 
 
 def test_rails_that_are_one_wire_lose_no_bandwidth() -> None:
-    fabric = Fabric(range(4), 1, (), RATES)
+    fabric = Fabric(range(4), 1, (), RATES, is_loopback=True)
     sum_ = call(Collective.ALLREDUCE)
     for of in (health(), health(r1n0=0)):
         assert Planner(fabric, Config()).plan(sum_, 64 * MIB, of).schedule.name == "ring"
@@ -181,6 +181,14 @@ def test_latency_decides_for_little_data_and_bandwidth_for_much(
     assert found.schedule.name == name
 
 
+@pytest.mark.parametrize(("nbytes", "name"), [(128 << 10, "dissemination"), (64 * MIB, "ring")])
+def test_schedules_compete_on_a_single_rail_per_node(nbytes: int, name: str) -> None:
+    planner = Planner(Fabric(range(1), 1, (), Rates(10**6, 25_000_000)), Config())
+    assert planner.allreduce(nbytes, health(16, 1)).name == name
+    looped = planner.fabric._replace(is_loopback=True)
+    assert Planner(looped, Config()).allreduce(nbytes, health(16, 1)).name == "ring"
+
+
 def test_the_prediction_is_the_load_of_the_busiest_port() -> None:
     fabric = Fabric(range(4), 4, (), Rates(1000, 25_000_000))
     chosen = {
@@ -195,7 +203,7 @@ def test_the_prediction_is_the_load_of_the_busiest_port() -> None:
 
 
 def test_rails_that_are_one_wire_carry_no_more_than_one() -> None:
-    planner = Planner(Fabric(range(2), 1, (), RATES), Config())
+    planner = Planner(Fabric(range(2), 1, (), RATES, is_loopback=True), Config())
     for of in (health(4, 2), health(4, 2, r0n1=0)):
         table = planner.explain(4 * MIB, of)
         loads = {each.name: each.load for each in (table.chosen, *table.others)}

@@ -210,7 +210,7 @@ def test_more_nodes_have_fewer_chunks() -> None:
 
 
 def test_losing_a_rail_of_a_shared_wire_changes_nothing() -> None:
-    fabric = Fabric(range(2), 1, NODES)
+    fabric = Fabric(range(2), 1, NODES, is_loopback=True)
     config = Config()
     plans = TwoLevelPlans(0, TEAMS, PlanCache(0, 4, fabric, config), config)
     lost = plans.division(CALL, health(nrails=2, r1n0=0))
@@ -242,7 +242,7 @@ def test_rails_are_divided_in_order(
 
 
 def test_rails_of_one_wire_belong_to_all() -> None:
-    assert divide_rails(Fabric(range(2), 1), 3) == [(0, 1)] * 3
+    assert divide_rails(Fabric(range(2), 1, is_loopback=True), 3) == [(0, 1)] * 3
 
 
 @pytest.mark.parametrize(
