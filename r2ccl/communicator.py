@@ -872,7 +872,7 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the errors. *Cost*: about log2(n) empty
         messages per rank.
         """
-        self._collectives.barrier()
+        self._collectives.start(None, False, arguments.barrier, None, None, self.rank)
 
     def group(self) -> AbstractContextManager[Group]:
         """Collect the collectives and messages of a ``with`` block; run them together at its end.

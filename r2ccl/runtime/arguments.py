@@ -1,6 +1,6 @@
 """Validation of the arguments of a collective.
 
-Each collective except the barrier has a function here; scan and exscan share one. The function
+Each collective has a function here; scan and exscan share one. The function
 makes views of the arrays in host or device memory and returns a `Request` with the call signature
 that must be equal on all ranks. If the caller passed no output, but the call needs one and its size
 is known, the function allocates it. The function does not communicate, and reads array data only to
@@ -116,6 +116,11 @@ def run_schedule(x: Any, out: Any, op: Operation, schedule: Schedule, nranks: in
             f"schedule for allreduce over {nranks} ranks"
         )
     return allreduce(x, out, op, schedule)
+
+
+def barrier(x: Any, out: Any, rank: int) -> Request:
+    """Return a barrier as a `Request`; the arguments are ignored."""
+    return Request(_BARRIER, _NO_DATA, None, None, is_staged=True)
 
 
 def broadcast(x: Any, out: Any, root: int) -> Request:
@@ -684,6 +689,8 @@ def _refuse_unused(out: Any) -> None:
         raise error
 
 
+_NO_DATA = view(np.empty(0, np.uint8), writable=False)
+_BARRIER = CallSignature(Collective.BARRIER, _NO_DATA.dtype_code, ReduceOp.SUM, 0)
 #: Replaces an argument that is not an integer; it is not a valid rank or tag, and not `ANY`.
 _NO_INTEGER = -2
 
@@ -698,6 +705,7 @@ __all__ = [
     "alltoall",
     "alltoallv",
     "as_buffer",
+    "barrier",
     "broadcast",
     "check_op",
     "form_of",

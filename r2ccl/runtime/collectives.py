@@ -229,6 +229,7 @@ class Collectives:
                             local.remember(make, x, out, rest, request, call)
                     elif request.is_staged or host.two_level or type(output) is not Buffer:
                         host.run(request)
+                        host.remember(make, x, out, rest, request)
                     else:  # as `HostCollectives.run`, inlined: most calls are small
                         host.run_engine(
                             partial(self._plans, request.signature, own=request.schedule),
@@ -355,25 +356,6 @@ class Collectives:
                 f"stream={stream!r} was given for arrays in host memory, which streams do not "
                 "apply to: leave it out"
             )
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`.
-
-        Raises
-        ------
-        ConcurrentCalls, R2cclError
-            As for `start`.
-        """
-        if self._refusal is not None:
-            raise self._refusal()
-        self.require_seen()
-        try:
-            self.in_turn(self._host.barrier)
-        except ConcurrentCalls:
-            raise
-        except BaseException as exc:
-            self._engine.fail_call(exc)
-            raise
 
     def in_turn(self, fn: Callable[[], None]) -> None:
         """Run `fn` after all asynchronous calls issued so far; return when it has run.
@@ -541,16 +523,12 @@ class LoggedCollectives(Collectives):
         """Log the call; see `Collectives.start`."""
         given = out if x is None else x
         form = [str(getattr(given, name)) for name in ("dtype", "shape") if hasattr(given, name)]
+        what = "" if given is None else f" of {' '.join([type(given).__name__, *form])}"
         _log.debug(
-            "rank %d: %s of %s%s", self._engine.rank_in_job, make.__name__,
-            " ".join([type(given).__name__, *form]), ", asynchronous" * is_async,
+            "rank %d: %s%s%s", self._engine.rank_in_job, make.__name__, what,
+            ", asynchronous" * is_async,
         )  # fmt: skip
         return super().start(stream, is_async, make, x, out, *rest)
-
-    def barrier(self) -> None:
-        """Log the call; see `Collectives.barrier`."""
-        _log.debug("rank %d: barrier", self._engine.rank_in_job)
-        super().barrier()
 
 
 def collectives_class() -> type[Collectives]:

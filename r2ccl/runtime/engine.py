@@ -43,6 +43,7 @@ from r2ccl.runtime.messages.messenger import Messenger
 from r2ccl.runtime.patience import Caller, Patience, revoked, without_frames
 from r2ccl.runtime.progress import Computer, describe
 from r2ccl.runtime.reports import Reports
+from r2ccl.runtime.staged_call import StagedCall, words_of
 from r2ccl.runtime.status import Operation, Pending
 from r2ccl.runtime.waits import Waits
 from r2ccl.shm.arrays import form_of
@@ -553,23 +554,18 @@ class Engine:
         rest: tuple[Any, ...],
         uses_input: bool,
         role: Role,
-        lanes: Callable[[Any, Any], HostLanes],
-        run: Callable[..., None],
+        call: StagedCall,
+        proceed: Callable[[Any, Any, int], None],
     ) -> Repeat:
         """Return a function that repeats the call of `program` on arrays of the form of `x`, `out`.
 
-        For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`. ``lanes(x, out)``
-        returns the operands of a call; ``run(fn, *args)`` calls ``fn(*args)``, the part of a call
-        in Python.
+        For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`. `call` is the memory
+        of the call with `x` and `out`. ``proceed(x, out, result)`` must call `proceed`.
         """
         loop = self._loop
         assert loop.compiled is not None
         form = form_of(x, out)
-        words = np.array([data_of(form)], np.int64)
-
-        def proceed(x: Any, out: Any, result: int) -> None:
-            run(self._proceed, program, lanes(x, out), result)
-
+        words, memory = words_of(call, data_of(form), x, out)
         repeat = repeat_of(
             loop.compiled.repeated,
             program.address,
@@ -578,11 +574,11 @@ class Engine:
             uses_input=uses_input,
             output=role,
             proceed=proceed,
-            kept=(program, form, words, x.dtype, out.dtype),
+            kept=(program, form, words, memory, x.dtype, out.dtype),
         )
         return partial(loop.repeat, self, program, repeat)
 
-    def _proceed(self, program: CompiledProgram, lanes: HostLanes, result: int) -> None:
+    def proceed(self, program: CompiledProgram, lanes: HostLanes, result: int) -> None:
         """Continue a repeated call whose compiled loop has returned `result`."""
         loop = self._loop
         assert loop.compiled is not None

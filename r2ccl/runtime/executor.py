@@ -105,6 +105,8 @@ class HostCall:
     is_bandwidth_sample : bool
         True if the slices serve to measure the bandwidth of the rails. This requires that no two
         peers send to the same port.
+    scratch : ndarray of uint8, optional
+        Scratch memory, if the layout uses it. Default: new memory.
     """
 
     __slots__ = ("finish", "is_bandwidth_sample", "layout", "output", "reduce", "spaces", "views")
@@ -121,19 +123,24 @@ class HostCall:
         finish: Divider | None,
         *,
         is_bandwidth_sample: bool = True,
+        scratch: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         self.layout = layout
         self.is_bandwidth_sample = is_bandwidth_sample
         self.output = output
         self.reduce = reduce
         self.finish = finish
-        scratch = np.empty(layout.count, output.dtype) if layout.uses_scratch else output[:0]
-        self.spaces = (source, output, scratch)
+        space: Array = output[:0]
+        if layout.uses_scratch:
+            if scratch is None:
+                scratch = np.empty(layout.count * layout.itemsize, np.uint8)
+            space = scratch.view(output.dtype)
+        self.spaces = (source, output, space)
         view = _bytes_of(source)
         self.views = (
             view,
             view if output is source else _bytes_of(output),
-            _bytes_of(scratch) if layout.uses_scratch else _NO_BYTES,
+            _bytes_of(space) if layout.uses_scratch else _NO_BYTES,
         )
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
@@ -510,11 +517,11 @@ class HostLanes(msgspec.Struct):
     source: Array
     output: Array
 
-    def call(self, plan: Plan) -> HostCall:
-        """Return the operands of a planned collective."""
+    def call(self, plan: Plan, scratch: npt.NDArray[np.uint8] | None = None) -> HostCall:
+        """Return the operands of a planned collective; `scratch` as for `HostCall`."""
         return HostCall(
             plan.layout, self.source, self.output, plan.reduce, plan.finish,
-            is_bandwidth_sample=plan.is_bandwidth_sample,
+            is_bandwidth_sample=plan.is_bandwidth_sample, scratch=scratch,
         )  # fmt: skip
 
     def __call__(self, plan: Plan, links: Links) -> list[LaneRun]:

@@ -31,8 +31,9 @@ from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import HostLanes, LandingPool
 from r2ccl.runtime.grouping import batches, joined
-from r2ccl.runtime.local import BARRIER, LocalCalls, connect
-from r2ccl.runtime.repeats import NetworkRepeats, Repeats
+from r2ccl.runtime.local import LocalCalls, connect
+from r2ccl.runtime.repeats import Make, NetworkRepeats, Repeats
+from r2ccl.runtime.staged_call import BlockCopy, StagedCall
 from r2ccl.runtime.two_level import RunEngine, TwoLevelCalls
 from r2ccl.runtime.two_level import connect as connect_nodes
 from r2ccl.schedule.chunks import Parts
@@ -47,7 +48,6 @@ from r2ccl.types import (
 
 Array = npt.NDArray[Any]
 
-_NOTHING = np.empty(0, np.uint8)
 _FLOAT32 = CODES[np.dtype(np.float32)]
 _INT64 = CODES[np.dtype(np.int64)]
 _UINT8 = CODES[np.dtype(np.uint8)]
@@ -57,7 +57,7 @@ class HostCollectives:
     """Collectives of one communicator on host memory; the caller of `run` holds the turn.
 
     The turn is the lock that is held while a collective runs, from its first copy to its last.
-    Callers of `run_group`, `barrier`, `collect`, `run_plan` and `free_memory` hold it, too.
+    Callers of `run_group`, `collect`, `run_plan` and `free_memory` hold it, too.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class HostCollectives:
         self.run_engine: RunEngine = partial(run_quietly, engine.run)
         self.local: LocalCalls | None = None
         self.two_level: TwoLevelCalls | None = None
-        self.network_repeats = NetworkRepeats(engine, pool, run_quietly)
+        self.network_repeats = NetworkRepeats(engine, pool, run_quietly, self._memory_of)
         self.repeats: Repeats = self.network_repeats
 
     # Shared memory
@@ -222,6 +222,16 @@ class HostCollectives:
             return
         self._run_over_network(request)
 
+    def remember(
+        self, make: Make, x: Any, out: Any, rest: tuple[Any, ...], request: Request
+    ) -> None:
+        """Remember a call that `run` has run over the network, if it can be run again.
+
+        ``make(x, out, *rest)`` made `request`.
+        """
+        if self.two_level is None and request.conversion is None:
+            self.network_repeats.remember_last(make, x, out, rest, request)
+
     def run_group(self, requests: Sequence[Request]) -> None:
         """Run the collectives of a group, small allreduces as one; see `batches`."""
         for batch in batches(requests):
@@ -229,13 +239,6 @@ class HostCollectives:
                 self.run(batch[0])
             else:
                 self._run_joined(batch)
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`."""
-        if self.local is None:
-            self.collect(BARRIER, _NOTHING, _NOTHING)
-        else:
-            self.local.barrier()
 
     def collect(
         self,
@@ -288,35 +291,43 @@ class HostCollectives:
 
         `plan` as for `collect`.
         """
+        call = self._memory_of(request)
+        call.begin()
+        if request.schedule is None:
+            self.collect(request.signature, call.source, call.output, call.parts, plan)
+        else:
+            select = partial(self._plans, request.signature, own=request.schedule)
+            self.run_engine(select, HostLanes(self.pool, call.source, call.output))
+        call.finish()
+
+    def _memory_of(self, request: Request) -> StagedCall:
+        """Return the memory of a collective over the network, whose request has no conversion."""
         source, output, call = request.source, request.output, request.signature
         assert isinstance(source, Buffer)
         data, parts = source.array, request.parts
         if output is None:
             is_gather = call.collective in (Collective.GATHER, Collective.GATHERV)
-            result = data[:0] if is_gather else self._scratch_like(data)
-            self.collect(call, data, result, parts, plan)
-            return
+            return StagedCall(data, data[:0] if is_gather else self._scratch_like(data), parts)
         assert isinstance(output, Buffer)
         result = output.array
         if call.collective == Collective.ALLGATHER:
-            if not request.is_in_place:
-                at = self._rank * source.count if parts is None else parts.inputs[self._rank][0]
-                result[at : at + source.count] = data
-            self.collect(call, result, result, parts, plan)
-        elif call.collective == Collective.REDUCE_SCATTER:
+            own = self._own_part(result, source.count, parts)
+            before = None if request.is_in_place else BlockCopy(own, data)
+            return StagedCall(result, result, parts, before)
+        if call.collective == Collective.REDUCE_SCATTER:
             sums = self._scratch_like(data)
+            after = BlockCopy(result, self._own_part(sums, output.count, parts))
             # In rank order, a rank's part comes from an allreduce.
-            self.collect(call, data, sums, None if call.op == ORDERED_OP else parts, plan)
-            at = self._rank * output.count if parts is None else parts.inputs[self._rank][0]
-            result[:] = sums[at : at + output.count]
-        elif request.schedule is None:
-            if request.is_in_place:  # their schedules need separate memory
-                data = self._scratch_like(data)
-                data[:] = source.array
-            self.collect(call, data, result, parts, plan)
-        else:
-            select = partial(self._plans, call, own=request.schedule)
-            self.run_engine(select, HostLanes(self.pool, data, result))
+            return StagedCall(data, sums, None if call.op == ORDERED_OP else parts, after=after)
+        if request.schedule is None and request.is_in_place:
+            copy = self._scratch_like(data)  # their schedules need separate memory
+            return StagedCall(copy, result, parts, BlockCopy(copy, data))
+        return StagedCall(data, result, parts)
+
+    def _own_part(self, whole: Array, count: int, parts: Parts | None) -> Array:
+        """Return this rank's part, of `count` elements, of an array with the parts of all."""
+        at = self._rank * count if parts is None else parts.inputs[self._rank][0]
+        return whole[at : at + count]
 
     def _run_converted(self, request: Request, op: kernels.ConvertedOp) -> None:
         """Convert the input, run the collective on it, and round a float32 result if necessary."""
@@ -383,6 +394,7 @@ class HostCollectives:
         """Return memory for `count` elements of `dtype`; later calls use the memory again."""
         nbytes = count * dtype.itemsize
         if self._scratch.nbytes < nbytes:
+            self.network_repeats.forget()  # they use the former memory
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes].view(dtype)
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from r2ccl import kernels
 from r2ccl.bootstrap.control import ControlPlane
-from r2ccl.dtypes import CODES, dtype_of
+from r2ccl.dtypes import dtype_of
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument
 from r2ccl.runtime.arguments import Request, allreduce
 from r2ccl.runtime.arrays.buffers import Buffer
@@ -30,14 +30,12 @@ from r2ccl.runtime.repeats import Make, Repeats, array_of, is_copied, is_placed
 from r2ccl.runtime.waits import Missing
 from r2ccl.schedule.chunks import Range
 from r2ccl.shm.local_call import LocalCall
-from r2ccl.shm.repeat import Repeat, Role
 from r2ccl.types import (
     REDUCTIONS,
     USER_OP,
     AllgatherBytes,
     CallSignature,
     Collective,
-    ReduceOp,
 )
 
 if TYPE_CHECKING:
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
-#: Signature of a barrier.
-BARRIER = CallSignature(Collective.BARRIER, CODES[np.dtype(np.uint8)], ReduceOp.SUM, 0)
 #: Maximum number of communicators of a rank that share memory; each takes 3 MiB per rank, and up
 #: to 32 MiB for messages. Further communicators use the network.
 MOST_GROUPS = 32
@@ -80,7 +76,6 @@ class LocalCalls:
         self._as_caller = as_caller
         #: Calls that can be run again; empty once the communicator has ended.
         self.repeats = Repeats(_NREPEATS)
-        self._repeat_barrier: Repeat | None = None
         engine.attach(self)
 
     @property
@@ -174,23 +169,6 @@ class LocalCalls:
             source = output[self._engine.rank * count :][:count]
         self._guarded(self._group.run, self._group.prepare(call), source, output)
         return True
-
-    def barrier(self) -> None:
-        """Run a barrier. Errors: as `run`."""
-        if self._has_ended:
-            self._refuse()
-        if self._repeat_barrier is None:
-            call = self._group.prepare(BARRIER)
-            self._repeat_barrier = self._group.repeat_of(
-                call,
-                _NOTHING,
-                _NOTHING,
-                rest=(),
-                uses_input=False,
-                role=Role.NONE,
-                proceed=self._proceed,
-            )
-        self._repeat_barrier(None, None, ())
 
     def allocate(
         self, nbytes: int, exchange: AllgatherBytes, in_turn: Callable[[Callable[[], None]], None]
@@ -357,8 +335,7 @@ def _only(rank: int, part: Range, n: int) -> tuple[Range, ...]:
 
 #: Collectives whose parts have equal sizes, which follow from the signature.
 _EQUAL = (Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL)
-_NOTHING = np.empty(0, np.uint8)
 #: Maximum number of calls that are remembered.
 _NREPEATS = 512
 
-__all__ = ["BARRIER", "MOST_GROUPS", "LocalCalls", "connect"]
+__all__ = ["MOST_GROUPS", "LocalCalls", "connect"]

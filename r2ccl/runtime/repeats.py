@@ -8,17 +8,16 @@ of its arrays and the other arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from r2ccl.runtime.arguments import Request
-from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.arrays.libraries import torch_of
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import HostLanes, LandingPool
+from r2ccl.runtime.staged_call import StagedCall
 from r2ccl.shm.arrays import DISTANCE, IS_APART, form_of
 from r2ccl.shm.repeat import Repeat, Role
 from r2ccl.types import Collective, ReduceOp
@@ -139,13 +138,22 @@ class NetworkRepeats(Repeats):
     pool : LandingPool
     run : callable
         ``run(fn, *args)`` calls ``fn(*args)``, the part of a repeated call that is in Python.
+    memory_of : callable
+        ``memory_of(request)`` returns the memory of a call.
     """
 
-    def __init__(self, engine: Engine, pool: LandingPool, run: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        pool: LandingPool,
+        run: Callable[..., None],
+        memory_of: Callable[[Request], StagedCall],
+    ) -> None:
         super().__init__(_NPROGRAMS)
         self._engine = engine
         self._pool = pool
         self._run = run
+        self._memory_of = memory_of
         self._last_program: object = None
 
     def remember_last(
@@ -162,13 +170,27 @@ class NetworkRepeats(Repeats):
             self._last_program = program
             return
 
-        def lanes(source: Array, target: Array) -> HostLanes:
-            found = make(source, None if target is source else target, *rest)
-            assert isinstance(found.source, Buffer)
-            assert isinstance(found.output, Buffer)
-            return HostLanes(self._pool, found.source.array, found.output.array)
+        engine = self._engine
 
-        repeat_of = partial(self._engine.repeat_of, program, rest=rest, lanes=lanes, run=self._run)
+        def repeat_of(x: Array, out: Array, *, uses_input: bool, role: Role) -> Repeat:
+            def proceed(source: Array, target: Array, result: int) -> None:
+                output = target if role is Role.ARRAY else None
+                call = self._memory_of(make(source, output, *rest))
+                lanes = HostLanes(self._pool, call.source, call.output)
+                self._run(engine.proceed, program, lanes, result)
+                call.finish()
+
+            return engine.repeat_of(
+                program,
+                x,
+                out,
+                rest=rest,
+                uses_input=uses_input,
+                role=role,
+                call=self._memory_of(request),
+                proceed=proceed,
+            )
+
         self.remember(make, x, out, rest, request, program, repeat_of)
 
     def run_other(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Any:

@@ -90,7 +90,7 @@ def unread(ncalls: int) -> int:
 def refused() -> tuple[int, int]:
     """Reduce while no connection can be lent to compiled code.
 
-    Return the number of programs that needed scratch memory, and of those that refer to arrays.
+    Return the number of programs that need scratch memory, and of those that still have some.
     """
     with r2ccl.init(shm="0", compiled="1", algo="one_shot") as comm:
         compiled = compiled_of(comm)
@@ -98,8 +98,102 @@ def refused() -> tuple[int, int]:
         transport.lend = lambda paths: None
         comm.allreduce(np.ones(700_001, np.float32))
         programs = [program for _, program in compiled._programs.values() if program is not None]
-        kept = [program for program in programs if program.call is not None]
+        kept = [program for program in programs if program.scratch is not None]
         return sum(each.layout.uses_scratch for each in programs), len(kept)
+
+
+def _counts(n: int, count: int) -> list[int]:
+    """Return sizes of parts that differ, and one that is empty."""
+    return [count * each // n**2 for each in range(n)]
+
+
+def one_call(comm: Communicator, kind: str, parts: list[Any], number: int) -> bool:
+    """Make a call of a collective with the inputs `parts` of all ranks; return if it is right.
+
+    ``len(parts[0])`` is a multiple of the number of ranks. `number` chooses the root.
+    """
+    n, rank = comm.nranks, comm.rank
+    root, count, x = number % n, len(parts[0]), parts[rank].copy()
+    out, is_root = np.full(count, -1, np.float32), rank == root
+    each, sums = count // n, np.sum(parts, axis=0, dtype=np.float32)
+    counts = _counts(n, count)
+    total, first, own = sum(counts), sum(counts[:rank]), counts[rank]
+    whole, mine = np.full(n * count, -1, np.float32), slice(rank * each, (rank + 1) * each)
+    unequal = np.concatenate([part[:size] for part, size in zip(parts, counts, strict=True)])
+    columns = np.concatenate([part[mine] for part in parts])
+    if kind == "allreduce":
+        result, expected = comm.allreduce(x, out), sums
+        if result is not out:
+            return False
+    elif kind == "largest":
+        result, expected = comm.allreduce(x, op=r2ccl.MAX), np.max(parts, axis=0)
+    elif kind == "broadcast":
+        result, expected = comm.broadcast(x, root=root), parts[root]
+    elif kind == "allgather":
+        result, expected = comm.allgather(x), np.concatenate(parts)
+    elif kind == "allgather in place":
+        whole[rank * count :][:count] = x
+        result, expected = comm.allgather(whole[rank * count :][:count], whole), parts
+    elif kind == "allgatherv":
+        result = comm.allgatherv(x[:own], out[:total], counts=counts)
+        expected = unequal
+    elif kind == "reduce_scatter":
+        result, expected = comm.reduce_scatter(x, out[:each]), sums[mine]
+    elif kind == "reduce_scatterv":
+        result = comm.reduce_scatterv(x[:total], counts=counts)
+        expected = sums[first : first + own]
+    elif kind == "reduce":
+        result = comm.reduce(x, root=root)
+        expected = sums if is_root else result
+    elif kind == "gather":
+        result = comm.gather(x, whole if is_root else None, root=root)
+        expected = np.concatenate(parts) if is_root else result
+    elif kind == "gatherv":
+        result = comm.gatherv(x[:own], root=root, counts=counts if is_root else None)
+        expected = unequal if is_root else result
+    elif kind == "scatter":
+        result = comm.scatter(x if is_root else None, out[:each], root=root)
+        expected = parts[root][mine]
+    elif kind == "scatterv":
+        given = counts if is_root else None
+        result = comm.scatterv(x if is_root else None, out[:own], root=root, counts=given)
+        expected = parts[root][first : first + own]
+    elif kind == "alltoall":
+        result, expected = comm.alltoall(x, out), columns
+    elif kind == "alltoall in place":
+        result, expected = comm.alltoall(x, x), columns
+        return result is x and np.array_equal(result, expected)
+    elif kind == "alltoallv":
+        back = [counts[rank]] * n
+        result = comm.alltoallv(x[:total], sendcounts=counts, recvcounts=back)
+        expected = np.concatenate([part[first : first + own] for part in parts])
+    elif kind == "scan":
+        result, expected = comm.scan(x, out), np.sum(parts[: rank + 1], axis=0)
+    elif kind == "exscan in place":
+        result = comm.exscan(x)
+        return not rank or np.array_equal(result, np.sum(parts[:rank], axis=0))
+    else:
+        comm.barrier()
+        return True
+    is_in_place = kind in ("largest", "broadcast", "reduce")
+    if not is_in_place and not np.array_equal(x, parts[rank]):
+        return False
+    return result is expected or np.array_equal(np.ravel(result), np.ravel(expected))
+
+
+KINDS = (
+    "allreduce", "largest", "broadcast", "allgather", "allgather in place", "allgatherv",
+    "reduce_scatter", "reduce_scatterv", "reduce", "gather", "gatherv", "scatter", "scatterv",
+    "alltoall", "alltoall in place", "alltoallv", "scan", "exscan in place", "barrier",
+)  # fmt: skip
+
+
+def repetitions_of(kind: str) -> tuple[int, int]:
+    """Repeat a call of a collective; return the number of wrong ones and of repetitions."""
+    with r2ccl.init(shm="0", compiled="1") as comm, counted_repeats(comm) as repeats:
+        parts = [_data(0, each, 12 * comm.nranks) for each in range(comm.nranks)]
+        nright = sum(one_call(comm, kind, parts, 0) for _ in range(20))
+        return 20 - nright, len(repeats)
 
 
 def repeated(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, int, int]:
@@ -118,24 +212,13 @@ def repeated(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, in
         compiled.limit = limit
         n, rank = comm.nranks, comm.rank
         chance = random.Random(limit)  # equal on all ranks
-        for number in range(ncalls):
-            count = COUNTS[number % (len(COUNTS) - 1)]
+        for number, kind in enumerate(KINDS * (ncalls // 5)):
+            count = n * COUNTS[(number + number // len(KINDS)) % (len(COUNTS) - 1)]
             for again in range(chance.randrange(3, 25)):
                 parts = [_data(again + 25 * number, each, count) for each in range(n)]
-                late, root = chance.randrange(40), chance.randrange(n)
-                if late == rank:
+                if chance.randrange(40) == rank:  # this rank is late
                     time.sleep(0.01)
-                x, out = parts[rank].copy(), np.empty(count, np.float32)
-                if number % 3 == 0:
-                    result = comm.allreduce(x, out)
-                    nwrong += result is not out or not np.array_equal(x, parts[rank])
-                    expected = sum(parts)
-                elif number % 3 == 1:
-                    result, expected = comm.allreduce(x, op=r2ccl.MAX), np.max(parts, axis=0)
-                else:
-                    root = number % n
-                    result, expected = comm.broadcast(x, root=root), parts[root]
-                nwrong += not np.array_equal(result, expected)
+                nwrong += not one_call(comm, kind, parts, number)
                 if chance.random() < 0.05:
                     nwrong += not np.array_equal(other.allreduce(np.ones(3)), np.full(3, n))
                 if chance.random() < 0.05:
@@ -168,21 +251,16 @@ def repeated_beside_a_cut(seed: int, ncalls: int) -> tuple[int, int, int]:
     connection, so that these slices are lost.
     """
     chance = random.Random(seed)  # equal on all ranks
-    is_broadcast, count = chance.random() < 0.5, chance.choice(COUNTS[:4])
+    kind, count = chance.choice(KINDS), chance.choice(COUNTS[:4])
     cut, pick = chance.randrange(10, ncalls - 10), chance.random()
     nwrong = 0
     with r2ccl.init(shm="0", compiled="1", rails=2) as comm, counted_repeats(comm) as repeats:
         n, rank = comm.nranks, comm.rank
-        parts = [_data(seed, each, count) for each in range(n)]
-        expected = parts[0] if is_broadcast else sum(parts)
+        parts = [_data(seed, each, n * count) for each in range(n)]
         for number in range(ncalls):
             if number == cut and rank == n - 1:
                 cut_first_rail(comm, pick)
-            x = parts[rank] + np.float32(number % 7)
-            if is_broadcast:
-                nwrong += not np.array_equal(comm.broadcast(x), expected + number % 7)
-            else:
-                nwrong += not np.array_equal(comm.allreduce(x), expected + n * (number % 7))
+            nwrong += not one_call(comm, kind, [part + number % 7 for part in parts], 0)
         comm.barrier()
         return nwrong, len(repeats), len(comm.repairs())
 

@@ -180,8 +180,9 @@ class CompiledCalls:
         finally:
             # Also after Ctrl-C: a slice that was confirmed early must be read to its end.
             runs = self._end(program, lanes, calls, conns, result, on_settled, post)
-            # Both refer to the caller's arrays.
-            program.call, self._conns, self._running = None, [], None
+            self._conns, self._running = [], None
+            if self.held is None:
+                program.scratch = None
         return runs
 
     def take_events(self) -> bool:
@@ -224,6 +225,7 @@ class CompiledCalls:
         op = words[at.OP] - (words[at.OP_STEP] if is_running else 0)
         self._update_to(held, ncalls, op, is_running=is_running)
         self._return_conns(held.program, held.conns)
+        held.program.scratch = None
         self.held = None
 
     def proceed(
@@ -259,7 +261,7 @@ class CompiledCalls:
             ended = result
         finally:
             runs = self._end(program, lanes, calls, conns, ended, None, post)
-            program.call, self._conns, self._running = None, [], None
+            self._conns, self._running, program.scratch = [], None, None
         return runs
 
     def _update_to(self, held: HeldCall, ncalls: int, last_op: int, *, is_running: bool) -> None:
@@ -395,20 +397,20 @@ class CompiledCalls:
         for end in program.ends:
             if not self._import(program, end):
                 return None
-        call = lanes.call(program.plan) if program.layout.uses_scratch else None
         words[at.OP] = calls.op
         # As `data_of`, without a function call for each array.
         words[at.ARENA] = words[at.FIRST_SLOT] = word_at(id(arena) + DATA).value
         words[at.SPACES] = word_at(id(lanes.source) + DATA).value
         words[at.SPACES + 1] = word_at(id(lanes.output) + DATA).value
-        if call is not None:
-            words[at.SPACES + 2] = word_at(id(call.spaces[2]) + DATA).value
         if self.limit:
             words[at.LIMIT] = self.limit
         conns = self._transport.lend(program.paths)
         if conns is None:
             return None
-        program.call = call
+        if program.layout.uses_scratch:
+            nbytes = program.layout.count * program.layout.itemsize
+            program.scratch = scratch = np.empty(nbytes, np.uint8)
+            words[at.SPACES + 2] = word_at(id(scratch) + DATA).value
         at_conn = program.conns_at
         for conn in conns:
             words[at_conn + at.FD] = conn.fd

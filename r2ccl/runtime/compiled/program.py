@@ -17,7 +17,6 @@ from r2ccl.kernels.fold import fold_kernel
 from r2ccl.planning.lowering import Lane, LinkSteps, Step
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
-from r2ccl.runtime.executor import HostCall
 from r2ccl.schedule.ir import OpKind
 from r2ccl.shm.layout import CPU_SET_NBYTES
 from r2ccl.transport.tcp.connection import buffer_nbytes
@@ -139,8 +138,8 @@ class CompiledProgram:
         Number of calls whose memory is kept, so that the call can be repeated; 1: it cannot be.
     arena : ndarray of uint8
         Memory for the running call, and behind it that for the repeated ones; borrowed.
-    call : HostCall or None
-        Operands of the running call, if it uses scratch memory.
+    scratch : ndarray of uint8 or None
+        Scratch memory of the running or held call, if it uses any.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class CompiledProgram:
         self.imported: list[tuple[PathKey, int]] = []
         self.arena_nbytes = 0
         self.arena: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        self.call: HostCall | None = None
+        self.scratch: npt.NDArray[np.uint8] | None = None
         #: Offsets in the arena, by pair and slice, of copies of sent slices and of received slices;
         #: -1: the slice is not in the arena.
         self.copies: list[list[int]] = []
@@ -341,8 +340,10 @@ class CompiledProgram:
         """
         is_answered = all(pair.receives for pair in self.pairs if pair.sends)
         nslots = 2 if is_answered else config.eager_slots + 1
-        is_large = nslots * self.arena_nbytes > _MOST_SLOTS_NBYTES
-        return 1 if self.layout.uses_scratch or is_large else nslots
+        nbytes = nslots * self.arena_nbytes
+        if self.layout.uses_scratch:
+            nbytes += self.layout.count * self.layout.itemsize
+        return 1 if nbytes > _MOST_SLOTS_NBYTES else nslots
 
     def _fill_conn(self, number: int) -> None:
         words = self.conn(number)

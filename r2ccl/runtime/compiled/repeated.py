@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from r2ccl.kernels.compiling import inlined
+from r2ccl.kernels.compiling import copy_bytes, inlined
 from r2ccl.runtime.compiled.layout import (
     ARENA,
     ARRIVED,
@@ -54,8 +54,9 @@ from r2ccl.runtime.compiled.layout import (
     USED,
 )
 from r2ccl.runtime.compiled.tables import conn_of, pair_of, step_of
+from r2ccl.runtime.staged_call import AFTER, BEFORE, FORM, IN_OUTPUT, NOWHERE, OUTPUT, SOURCE
 from r2ccl.shm.atomics import call_function, words_at
-from r2ccl.shm.layout import CHANGED
+from r2ccl.shm.layout import CHANGED, FINISHED
 from r2ccl.shm.rounds import fits
 
 
@@ -105,6 +106,24 @@ def renew(state: Any) -> None:
             arrived[ordinal] = 0
 
 
+@inlined
+def address_of(words: Any, place: Any, source_at: Any, target_at: Any) -> Any:
+    """Return the address of a place, see `r2ccl.runtime.staged_call`."""
+    offset = words[place + 1]
+    if words[place] == NOWHERE:
+        return offset
+    return words_at(target_at if words[place] == IN_OUTPUT else source_at)[0] + offset
+
+
+@inlined
+def copy(words: Any, copy_at: Any, source_at: Any, target_at: Any) -> None:
+    """Make the copy that is described by the words from `copy_at` on."""
+    nbytes = words[copy_at]
+    if nbytes:
+        target = address_of(words, copy_at + 1, source_at, target_at)
+        copy_bytes(target, address_of(words, copy_at + 3, source_at, target_at), nbytes)
+
+
 def make_repeated() -> Callable[[int, int, int, int, int], int]:
     """Return the loop of a repeated call, for `r2ccl.kernels.native`.
 
@@ -112,20 +131,25 @@ def make_repeated() -> Callable[[int, int, int, int, int], int]:
     -------
     callable
         ``loop(address, source_at, target_at, call, is_resumed)``, an `r2ccl.shm.layout.Loop` whose
-        state is that of a compiled call. The first word at `call` is the address of the form of
-        the arrays. The loop always begins a new call, whatever `is_resumed`. Returns CHANGED if the
-        arrays have another form or the call cannot be repeated now, otherwise as
-        `r2ccl.runtime.compiled.loop.make_loop`.
+        state is that of a compiled call. `call` is the address of the words of
+        `r2ccl.runtime.staged_call`. The loop always begins a new call, whatever `is_resumed`.
+        Returns CHANGED if the arrays have another form or the call cannot be repeated now,
+        otherwise as `r2ccl.runtime.compiled.loop.make_loop`. The copy after the call is made only
+        if the result is FINISHED.
     """
 
     def loop(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:
-        state = words_at(address)
-        if not fits(words_at(call)[0], source_at, target_at) or not is_slot_free(state):
+        state, words = words_at(address), words_at(call)
+        if not fits(words[FORM], source_at, target_at) or not is_slot_free(state):
             return CHANGED
         renew(state)
-        state[SPACES] = words_at(source_at)[0]
-        state[SPACES + 1] = words_at(target_at)[0]
-        return call_function(state[LOOP], address)
+        state[SPACES] = address_of(words, SOURCE, source_at, target_at)
+        state[SPACES + 1] = address_of(words, OUTPUT, source_at, target_at)
+        copy(words, BEFORE, source_at, target_at)
+        result = call_function(state[LOOP], address)
+        if result == FINISHED:
+            copy(words, AFTER, source_at, target_at)
+        return result
 
     return loop
 

@@ -82,7 +82,7 @@ class _Continued:
     """`Operands` of a call that compiled code has done in part; skips the slices that are done."""
 
     def __init__(self, program: CompiledProgram, lanes: HostLanes) -> None:
-        call = program.call or lanes.call(program.plan)
+        call = lanes.call(program.plan, program.scratch)
         self.layout, self.views = call.layout, call.views
         self.is_bandwidth_sample = call.is_bandwidth_sample
         self.computed = 0

@@ -31,6 +31,7 @@ from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, Outcome
 from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
 from r2ccl.runtime.patience import Caller, Patience
+from r2ccl.runtime.staged_call import plain_words
 from r2ccl.runtime.status import Pending
 from r2ccl.schedule.ir import OpKind, Space
 from r2ccl.shm.layout import CHANGED
@@ -97,9 +98,9 @@ class ShortMessages:
         self._pending = pending
         self._timeout_s = timeout_s
         self._pool = LandingPool(_memory, 1)
-        self._words = np.zeros(1, np.int64)
-        #: Address of the word 0: a repetition does not check the form of arrays.
-        self._no_form = data_of(self._words)
+        self._words = plain_words()
+        #: Address of these words, for a repetition, which does not check the form of arrays.
+        self._words_at = data_of(self._words)
         self._prepared: dict[tuple[int, ...], _Prepared] = {}
         #: Number of calls that were not prepared since the table of prepared calls is full.
         self._nrefused = 0
@@ -190,7 +191,7 @@ class ShortMessages:
             return NotImplemented
         assert call.program is not None
         self._pack(call, sent)
-        result = self._compiled.repeat(call.program.address, *call.at, self._no_form, 0)
+        result = self._compiled.repeat(call.program.address, *call.at, self._words_at, 0)
         if result == CHANGED:
             return NotImplemented
         requests: list[Delayed] = []
