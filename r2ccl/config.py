@@ -38,7 +38,7 @@ Algo: TypeAlias = Literal[
     "packed_trees",
 ]
 #: Size in bytes of the header that precedes the data of a short message in its envelope.
-ENVELOPE_NBYTES = 32
+ENVELOPE_NBYTES = 40
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):

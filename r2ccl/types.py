@@ -44,8 +44,9 @@ class EnvelopeKind(enum.IntEnum):
 
     MESSAGE contains a short message. REQUEST announces any other message: a long one, a synchronous
     one, or a short one that would exceed `MOST_UNTAKEN`. GRANT or REFUSE answers a REQUEST; after a
-    GRANT, the data follows as DATA in shared memory, or as slices of links. TAKEN, on links only,
-    tells a sender how many bytes of its short messages the peer's receives have taken.
+    GRANT, the data follows as DATA in shared memory, or as slices of links. On links, every
+    envelope tells the peer how many bytes of its short messages this rank's receives have taken;
+    TAKEN tells nothing else.
     """
 
     MESSAGE = 1

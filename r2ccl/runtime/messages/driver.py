@@ -1,7 +1,7 @@
 """Exchange of messages over the links: envelopes, landing places, data.
 
 An *envelope* is an eager slice that carries a short message, announces, grants or refuses another
-message, or reports messages as taken. Long messages are announced, and some short ones
+message, and reports short messages as taken. Long messages are announced, and some short ones
 (`MessageProtocol.send`). Each pair of ranks has one channel for envelopes, and one per home rail
 for the data of announced messages; these channels have a context id of their own. An announced
 message is sent as follows::
@@ -36,14 +36,14 @@ from r2ccl.runtime.messages.matching import ANY, Envelope, Message
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
 from r2ccl.types import MOST_UNTAKEN, EnvelopeKind
 
-#: kind, dtype, first call of the communicator (lower bits), tag, ident, nbytes;
-#: `ENVELOPE_NBYTES` in all
-_HEADER = struct.Struct("<BBxxIqQQ")
+#: kind, dtype, first call of the communicator (lower bits), tag, ident, nbytes, number of bytes of
+#: the peer's short messages that this rank has taken; `ENVELOPE_NBYTES` in all
+_HEADER = struct.Struct("<BBxxIqQQQ")
 _FIRST_OP_MASK = (1 << 32) - 1
 _LENGTH = struct.Struct("<Q")
-#: Least number of bytes of a sender's short messages that a rank takes between two reports to the
-#: sender.
-_REPORT_EVERY = 1 << 18
+#: Number of bytes of a sender's short messages that a rank takes before it reports them in an
+#: envelope of their own.
+_REPORT_EVERY = MOST_UNTAKEN // 2
 #: The data of a message is divided among the channels at multiples of this number of bytes.
 _ALIGN = 64
 
@@ -266,12 +266,13 @@ class MessageDriver(MessageProtocol):
             return True
         return not matching.has_takers and self.probe(source, tag) is None
 
-    def pack_short(self, envelope: memoryview, dtype: int, tag: int, nbytes: int) -> None:
-        """Write the header of the next short message into `envelope`."""
-        ident = self._next_ident + 1
+    def pack_short(self, envelope: memoryview, dtype: int, to: int, tag: int, nbytes: int) -> None:
+        """Write the header of the next short message to rank `to` into `envelope`."""
+        took = self._report(self._members[to])
         _HEADER.pack_into(
-            envelope, 0, EnvelopeKind.MESSAGE, dtype, self._first_op, tag, ident, nbytes
-        )
+            envelope, 0,
+            EnvelopeKind.MESSAGE, dtype, self._first_op, tag, self._next_ident + 1, nbytes, took,
+        )  # fmt: skip
 
     def note_short(self, to: int, nbytes: int) -> None:
         """Count a short message to rank `to`, which compiled code has sent."""
@@ -285,20 +286,27 @@ class MessageDriver(MessageProtocol):
         """Receive the message in `envelope`, which compiled code has received, into `view`.
 
         `source` is the rank that has sent the envelope. Return None, and do nothing, if it is not a
-        message with `dtype`, `tag` and the size of `view`, or if this rank has to report to
-        `source` that it has taken the message; then call `pass_on`.
+        message with `dtype`, `tag` and the size of `view`; then call `pass_on`.
         """
-        kind, given, first_op, number, _, nbytes = _HEADER.unpack_from(envelope)
+        kind, given, first_op, number, _, nbytes, taken = _HEADER.unpack_from(envelope)
         if kind != EnvelopeKind.MESSAGE or first_op != self._first_op:
             return None
-        peer = self._members[source]
-        took = self._took.get(peer, 0) + nbytes
-        is_due = took - self._reported.get(peer, 0) >= _REPORT_EVERY
-        if given != dtype or tag not in (ANY, number) or is_due:
+        if given != dtype or tag not in (ANY, number):
             return None
+        peer = self._members[source]
         view[:] = envelope[ENVELOPE_NBYTES:]
-        self._took[peer] = took
+        self._took[peer] = self._took.get(peer, 0) + nbytes
+        self._taken[peer] = taken
         return Message(source, number, nbytes // dtype_of(dtype).itemsize)
+
+    def is_report_due(self, source: int) -> bool:
+        """Return whether `report` has to be called for rank `source`."""
+        peer = self._members[source]
+        return self._took.get(peer, 0) - self._reported.get(peer, 0) >= _REPORT_EVERY
+
+    def report(self, source: int) -> None:
+        """Tell rank `source` how many bytes of its short messages this rank has taken."""
+        self._put(source, EnvelopeKind.TAKEN, 0, 0, 0, 0)
 
     def pass_on(
         self, envelope: memoryview, view: memoryview, dtype: int, source: int, tag: int
@@ -315,10 +323,16 @@ class MessageDriver(MessageProtocol):
         payload: memoryview | bytes = b"", request: SendRequest | None = None,
     ) -> None:  # fmt: skip
         peer = self._members[to]
-        header = _HEADER.pack(kind, dtype, self._first_op, tag, ident, nbytes)
+        took = self._report(peer)
+        header = _HEADER.pack(kind, dtype, self._first_op, tag, ident, nbytes, took)
         envelope = memoryview(b"".join((header, payload)))
         self._envelopes.setdefault(peer, deque()).append((envelope, request))
         self.advance()
+
+    def _report(self, peer: int) -> int:
+        """Return the number of bytes to report to `peer`, a rank of the job, as taken."""
+        took = self._reported[peer] = self._took.get(peer, 0)
+        return took
 
     def _post_envelope(self, link: RecvLink) -> None:
         """Post the receive of an envelope that has arrived."""
@@ -334,12 +348,11 @@ class MessageDriver(MessageProtocol):
 
     def _handle(self, peer: int, payload: memoryview | bytes) -> None:
         """Handle an envelope of `peer`, a rank of the job."""
-        kind, dtype, first_op, tag, ident, nbytes = _HEADER.unpack_from(payload)
+        kind, dtype, first_op, tag, ident, nbytes, taken = _HEADER.unpack_from(payload)
         if first_op != self._first_op:  # of a communicator that this rank closed before
             return
-        if kind == EnvelopeKind.TAKEN:
-            self._taken[peer] = nbytes
-        else:
+        self._taken[peer] = taken
+        if kind != EnvelopeKind.TAKEN:
             data = memoryview(payload)[ENVELOPE_NBYTES:]
             self._on_envelope(self._rank_of[peer], kind, dtype, tag, ident, nbytes, data)
 
@@ -351,10 +364,9 @@ class MessageDriver(MessageProtocol):
 
     def _note_taken(self, source: int, nbytes: int) -> None:
         peer = self._members[source]
-        took = self._took[peer] = self._took.get(peer, 0) + nbytes
-        if took - self._reported.get(peer, 0) >= _REPORT_EVERY:
-            self._reported[peer] = took
-            self._put(source, EnvelopeKind.TAKEN, 0, 0, 0, took)
+        self._took[peer] = self._took.get(peer, 0) + nbytes
+        if self.is_report_due(source):
+            self.report(source)
 
     def note_sent(self, peer: int) -> None:
         """Record that an announced message to `peer`, a rank of the job, is sent completely."""

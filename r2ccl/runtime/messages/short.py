@@ -207,7 +207,9 @@ class ShortMessages:
     def _pack(self, call: _Prepared, sent: DirectEnd | None) -> None:
         if sent is not None:
             buffer = sent.buffer
-            self._driver.pack_short(call.sent, buffer.dtype_code, sent.tag, buffer.nbytes)
+            self._driver.pack_short(
+                call.sent, buffer.dtype_code, sent.peer, sent.tag, buffer.nbytes
+            )
             call.sent[ENVELOPE_NBYTES:] = _bytes_of(sent)
 
     def _runner(
@@ -246,9 +248,12 @@ class ShortMessages:
     def _received(self, end: DirectEnd, envelope: memoryview) -> Message | Delayed:
         given = envelope, _bytes_of(end), end.buffer.dtype_code, end.peer, end.tag
         message = self._driver.take_short(*given)
-        if message is not None:
+        if message is not None and not self._driver.is_report_due(end.peer):
             return message
         self._loop.settle_held()
+        if message is not None:
+            self._driver.report(end.peer)
+            return message
         return Delayed(None, self._driver.pass_on(*given))
 
     def _post(self, sent: DirectEnd | None, received: DirectEnd | None) -> Delayed:

@@ -18,7 +18,7 @@ from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.types import PathKey
 
-_ENVELOPE = struct.Struct("<BBxxIqQQ")
+_ENVELOPE = struct.Struct("<BBxxIqQQQ")
 _MESSAGE, _REQUEST, _GRANT = 1, 2, 3
 
 
@@ -31,7 +31,7 @@ def test_many_envelopes_may_have_arrived_at_once() -> None:
     engine, _ = make_engine(eager_slots=2000)
     link = engine._links.receiver(1, first_channel(message_context(0)))
     for seq in range(2000):
-        link.arrived(seq, _ENVELOPE.pack(_MESSAGE, 0, 1, seq, seq, 0))
+        link.arrived(seq, _ENVELOPE.pack(_MESSAGE, 0, 1, seq, seq, 0, 0))
     engine._links.deliver(link)
     assert link.consumed == 2000
     assert engine.messenger.probe(1, 1999, is_blocking=False) is not None
@@ -45,7 +45,7 @@ def test_paths_that_a_message_waits_for_are_not_idle() -> None:
         links.paths[PathKey(peer, 0)].state = PathState.UP
     assert links.idle_peers() == [1, 2]
     link = links.receiver(1, first_channel(message_context(0)))
-    link.arrived(0, _ENVELOPE.pack(_REQUEST, 0, 1, 7, 1, 1000))
+    link.arrived(0, _ENVELOPE.pack(_REQUEST, 0, 1, 7, 1, 1000, 0))
     links.deliver(link)
     link.acked = link.consumed  # as the next tick confirms it
     assert links.idle_peers() == [2]
@@ -62,12 +62,12 @@ def test_an_empty_synchronous_message_leaves_no_peer_busy() -> None:
     driver, busy = engine.messenger.way.driver, engine._links.calls_of(message_context(0)).busy
     sent = driver.send(memoryview(b""), 0, 2, 7, is_synchronous=True)
     link = engine._links.receiver(1, first_channel(message_context(0)))
-    link.arrived(0, _ENVELOPE.pack(_REQUEST, 0, 1, 7, 1, 0))
+    link.arrived(0, _ENVELOPE.pack(_REQUEST, 0, 1, 7, 1, 0, 0))
     engine._links.deliver(link)
     assert busy == {1: 1, 2: 1}
     assert driver.receive(memoryview(bytearray(8)), 0, 1, 7).is_done
     answer = engine._links.receiver(2, first_channel(message_context(0)))
-    answer.arrived(0, _ENVELOPE.pack(_GRANT, 0, 1, 0, sent.ident, 0) + bytes(8))
+    answer.arrived(0, _ENVELOPE.pack(_GRANT, 0, 1, 0, sent.ident, 0, 0) + bytes(8))
     engine._links.deliver(answer)
     assert sent.is_done
     assert busy == {}
@@ -130,6 +130,6 @@ def test_compiled_code_receives_nothing_while_a_message_is_ahead() -> None:
     driver, links = engine.messenger.way.driver, engine._links
     assert driver.may_receive(1, 7)
     link = links.receiver(1, first_channel(message_context(0)))
-    link.arrived(1, _ENVELOPE.pack(_REQUEST, 0, 1, 7, 2, 1000))
+    link.arrived(1, _ENVELOPE.pack(_REQUEST, 0, 1, 7, 2, 1000, 0))
     assert not driver.may_receive(1, 7)
     assert driver.may_receive(2, 7)
