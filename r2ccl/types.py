@@ -59,6 +59,9 @@ class EnvelopeKind(enum.IntEnum):
 
 #: Maximum total size of short messages to one peer that no receive has taken yet, in bytes.
 MOST_UNTAKEN = 1 << 20
+#: Total size of a peer's short messages, in bytes, that a rank takes before it reports them in an
+#: envelope of their own.
+MOST_UNREPORTED = MOST_UNTAKEN // 2
 
 
 class Collective(enum.IntEnum):
@@ -262,6 +265,7 @@ _USER_COUNT_MASK = (1 << 26) - 1
 __all__ = [
     "BYPASS",
     "DIRECT",
+    "MOST_UNREPORTED",
     "MOST_UNTAKEN",
     "ORDERED_OP",
     "PAIRWISE",

@@ -12,6 +12,7 @@ from support.compiled_programs import compiled_of, counted_repeats, cut_first_ra
 
 import r2ccl
 from r2ccl import ANY_TAG, Communicator, Message
+from r2ccl.runtime.messages.outcome import NOT_RUN
 
 #: Numbers of elements: none, staged with the header, one fragment, and too many for an envelope.
 COUNTS = (0, 1, 77, 500, 3_000, 20_001)
@@ -109,6 +110,59 @@ def with_any_source(nrounds: int) -> int:
                     comm.recv(out, 0, 3)
                     nwrong += not np.array_equal(out, x + number)
         return nwrong
+
+
+def surprises(seed: int, nrounds: int) -> tuple[int, int, int]:
+    """Send messages that a repeated receive does not expect; return faults and repeated exchanges.
+
+    The last result is the number of bytes that rank 0 counts as sent, and rank 1 as taken.
+    """
+    chance, nwrong = random.Random(seed), 0  # equal on both ranks
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        way = comm._engine.messenger.way
+        short: Any = way._short
+        repeat, repeats = short.repeat_exchange, []
+
+        def counted(*given: Any) -> Any:
+            found = repeat(*given)
+            if found is not NOT_RUN:
+                repeats.append(found)
+            return found
+
+        short.repeat_exchange = counted
+        count = 3_000
+        out = np.empty(count, np.float32)
+
+        def move(number: int, tag: int, wanted: int) -> None:
+            nonlocal nwrong
+            if comm.rank == 0:
+                comm.send(data(number, 0, count), 1, tag)
+                return
+            found = comm.recv(out, 0, wanted)
+            nwrong += found != Message(0, tag, count)
+            nwrong += not np.array_equal(out, data(number, 0, count))
+
+        for number in range(nrounds):
+            kind = chance.randrange(20)
+            if kind == 0:
+                move(number, 4, ANY_TAG)
+            elif kind == 1 and comm.rank == 0:
+                move(number, 9, 9)
+                move(number + 1, 3, 3)
+            elif kind == 1:  # in another order
+                move(number + 1, 3, 3)
+                move(number, 9, 9)
+            elif kind == 2:  # more than the receiver may buffer
+                if comm.rank == 1:
+                    time.sleep(0.05)
+                for again in range(120):
+                    move(again, 3, ANY_TAG)
+            else:
+                move(number, 3, ANY_TAG)
+        comm.barrier()
+        driver: Any = way.driver
+        nbytes = driver._took[0] if comm.rank else driver._sent[1]
+        return nwrong, len(repeats), nbytes
 
 
 def many_sizes(nsizes: int, nrounds: int) -> tuple[int, int]:

@@ -39,6 +39,7 @@ from r2ccl.transport.tcp.transport import TcpTransport
 
 _LOOP = "r2ccl.runtime.compiled.loop:make_loop"
 _REPEATED = "r2ccl.runtime.compiled.repeated:make_repeated"
+_REPEATED_MESSAGE = "r2ccl.runtime.compiled.repeated_message:make_repeated_message"
 #: Maximum number of plans whose programs are kept.
 _KEPT = 128
 #: Maximum size in bytes of the memory for copies of eager slices and landing places. A call that
@@ -112,6 +113,8 @@ class CompiledCalls:
         #: Loop of a repeated call, see `r2ccl.runtime.compiled.repeated`, and its address.
         self.repeat: Callable[[int, int, int, int, int], int] = callable_of(_REPEATED)
         self.repeated = address_of(_REPEATED)
+        #: Address of the loop of a repeated exchange of short messages.
+        self.repeated_message = address_of(_REPEATED_MESSAGE)
         #: Memory for landing places and copies of eager slices; all calls use it.
         self._arena = np.empty(0, np.uint8)
         #: Connections that the running call has borrowed from the transport.
@@ -586,8 +589,8 @@ def preload() -> None:
     ImportError, TransportError
         As `r2ccl.kernels.native.callable_of`.
     """
-    callable_of(_LOOP)
-    callable_of(_REPEATED)
+    for loop in (_LOOP, _REPEATED, _REPEATED_MESSAGE):
+        callable_of(loop)
 
 
 _ENDED = _Ended()

@@ -186,6 +186,34 @@ FAILED = 3
 #: for links that it does not use. A repeated call may also return `r2ccl.shm.layout.CHANGED`, 4.
 UNSETTLED = 5
 
+# Words of a repeated exchange of short messages, see `r2ccl.runtime.compiled.repeated_message`.
+
+(
+    #: Address of the form of the arrays.
+    ARRAYS_FORM,
+    #: Address of the envelope to send, and of the one received (0: none), each with the size of its
+    #: data.
+    OUTGOING, OUTGOING_NBYTES, INCOMING, INCOMING_NBYTES,
+    #: First and second word of the received envelope.
+    INCOMING_KIND, INCOMING_TAG,
+    #: Number of the last message of this rank.
+    IDENT,
+    #: Bytes of short messages that this rank has sent to the receiver, that the receiver has taken,
+    #: that this rank has taken from the sender, and that it has reported as taken.
+    NBYTES_SENT, NBYTES_TAKEN, NBYTES_TOOK, NBYTES_REPORTED,
+    #: 1 if receiver and sender are the same rank; otherwise `NBYTES_TAKEN` does not change.
+    IS_ANSWERED,
+    #: Last word of the envelope received last: bytes that the sender has taken.
+    INCOMING_TAKEN,
+) = range(14)  # fmt: skip
+MESSAGE_NWORDS = 14
+#: Words of an envelope: kind, dtype, communicator; tag; number; size; bytes taken; then the data.
+(
+    ENVELOPE_KIND, ENVELOPE_TAG, ENVELOPE_IDENT, ENVELOPE_SIZE, ENVELOPE_TAKEN, ENVELOPE_DATA,
+) = range(6)  # fmt: skip
+#: Result of a repeated exchange: it is complete, but the received envelope is not the expected one.
+UNEXPECTED = 6
+
 # Frames.
 
 HEADER_NBYTES = 44

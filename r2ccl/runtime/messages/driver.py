@@ -32,18 +32,23 @@ from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import Calls, first_channel
 from r2ccl.failover.migration.link import Landing, RecvLink, SendLink
 from r2ccl.failover.migration.links import Consumer, Links
+from r2ccl.runtime.compiled.layout import (
+    IDENT,
+    INCOMING_TAKEN,
+    NBYTES_REPORTED,
+    NBYTES_SENT,
+    NBYTES_TAKEN,
+    NBYTES_TOOK,
+)
 from r2ccl.runtime.messages.matching import ANY, Envelope, Message
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
-from r2ccl.types import MOST_UNTAKEN, EnvelopeKind
+from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN, EnvelopeKind
 
 #: kind, dtype, first call of the communicator (lower bits), tag, ident, nbytes, number of bytes of
 #: the peer's short messages that this rank has taken; `ENVELOPE_NBYTES` in all
 _HEADER = struct.Struct("<BBxxIqQQQ")
 _FIRST_OP_MASK = (1 << 32) - 1
 _LENGTH = struct.Struct("<Q")
-#: Number of bytes of a sender's short messages that a rank takes before it reports them in an
-#: envelope of their own.
-_REPORT_EVERY = MOST_UNTAKEN // 2
 #: The data of a message is divided among the channels at multiples of this number of bytes.
 _ALIGN = 64
 
@@ -299,10 +304,37 @@ class MessageDriver(MessageProtocol):
         self._taken[peer] = taken
         return Message(source, number, nbytes // dtype_of(dtype).itemsize)
 
+    def export_counts(self, words: memoryview, to: int | None, source: int | None) -> None:
+        """Copy the counts of messages to rank `to` and from rank `source` into `words`.
+
+        These are the words of a repeated exchange, see `r2ccl.runtime.compiled.layout`.
+        """
+        words[IDENT] = self._next_ident
+        if to is not None:
+            peer = self._members[to]
+            words[NBYTES_SENT] = self._sent.get(peer, 0)
+            words[NBYTES_TAKEN] = self._taken.get(peer, 0)
+        if source is not None:
+            peer = self._members[source]
+            words[NBYTES_TOOK] = self._took.get(peer, 0)
+            words[NBYTES_REPORTED] = self._reported.get(peer, 0)
+            words[INCOMING_TAKEN] = self._taken.get(peer, 0)
+
+    def import_counts(self, words: memoryview, to: int | None, source: int | None) -> None:
+        """Set the counts to those in `words`; undo `export_counts` after repetitions."""
+        self._next_ident = words[IDENT]
+        if to is not None:
+            self._sent[self._members[to]] = words[NBYTES_SENT]
+        if source is not None:
+            peer = self._members[source]
+            self._took[peer] = words[NBYTES_TOOK]
+            self._reported[peer] = words[NBYTES_REPORTED]
+            self._taken[peer] = words[INCOMING_TAKEN]
+
     def is_report_due(self, source: int) -> bool:
         """Return whether `report` has to be called for rank `source`."""
         peer = self._members[source]
-        return self._took.get(peer, 0) - self._reported.get(peer, 0) >= _REPORT_EVERY
+        return self._took.get(peer, 0) - self._reported.get(peer, 0) >= MOST_UNREPORTED
 
     def report(self, source: int) -> None:
         """Tell rank `source` how many bytes of its short messages this rank has taken."""

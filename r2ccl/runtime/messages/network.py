@@ -7,7 +7,7 @@ from typing import Any
 
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.messages.driver import MessageDriver
-from r2ccl.runtime.messages.outcome import NOT_RUN, DirectEnd, Outcome
+from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, Outcome
 from r2ccl.runtime.messages.short import ShortMessages
 from r2ccl.runtime.patience import Caller, Patience
 
@@ -88,8 +88,14 @@ class NetworkMessages:
     # Direct calls
 
     def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
-        """Return NOT_RUN: no direct call is kept."""
-        return NOT_RUN
+        """Implement `Way.repeat`, for the last direct call only."""
+        short = self._short
+        if short is None:
+            return NOT_RUN
+        found = short.repeat_exchange(key, x, out)
+        if isinstance(found, Delayed):
+            self._loop.send_rest()
+        return found
 
     def begin(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None

@@ -6,14 +6,19 @@ receive, which `r2ccl.runtime.compiled` runs. Each slice is an envelope of
 expected message, for example because its tag differs, is handled as in Python. If compiled code
 leaves the call, its send and receive become requests of the driver, and the events of the call are
 passed to these.
+
+A call with the peers, tags and sizes of the two before it is repeated by one compiled function
+(`r2ccl.runtime.compiled.repeated_message`), which keeps the driver's counts of messages until the
+held call is settled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,21 +27,36 @@ from r2ccl.errors import InternalError
 from r2ccl.kernels.arrays import DATA, data_of
 from r2ccl.planning.lowering import Lane, Layout, LinkSteps, Step
 from r2ccl.planning.plan_cache import Plan
-from r2ccl.runtime.compiled.layout import FINISHED
+from r2ccl.runtime.compiled.layout import (
+    ARRAYS_FORM,
+    FINISHED,
+    INCOMING,
+    INCOMING_KIND,
+    INCOMING_NBYTES,
+    INCOMING_TAG,
+    IS_ANSWERED,
+    MESSAGE_NWORDS,
+    OUTGOING,
+    OUTGOING_NBYTES,
+    UNEXPECTED,
+)
 from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.executor import HostLanes, LandingPool
 from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.matching import ANY, Message
-from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, Outcome
+from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, NotRun, Outcome
 from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
 from r2ccl.runtime.patience import Caller, Patience
 from r2ccl.runtime.staged_call import plain_words
 from r2ccl.runtime.status import Pending
 from r2ccl.schedule.ir import OpKind, Space
+from r2ccl.shm.arrays import form_of
 from r2ccl.shm.layout import CHANGED
+from r2ccl.shm.repeat import Role, repeat_of
 
 Bytes = npt.NDArray[np.uint8]
+_NOTHING = np.empty(0, np.uint8)
 
 #: Maximum number of prepared direct calls. More are not direct; after `_NREFUSED` of these, all
 #: prepared calls are dropped, because the program may have changed its sizes.
@@ -61,6 +81,29 @@ class _Prepared:
         self.at = id(lanes.source) + DATA, id(lanes.output) + DATA
         #: Program of the last call with this plan, if that call was held.
         self.program: CompiledProgram | None = None
+
+
+class _RepeatedExchange(NamedTuple):
+    """Direct call that one compiled function repeats.
+
+    Attributes
+    ----------
+    key : tuple of int
+        As for `Way.begin`.
+    sent, received : DirectEnd or None
+        The ends, whose buffers are empty.
+    words : memoryview
+        Words of the exchange, see `r2ccl.runtime.compiled.layout`.
+    run : callable
+        ``run(x, out, ())`` repeats the call and returns its outcome, or NotImplemented if it cannot
+        be repeated now.
+    """
+
+    key: tuple[int, ...]
+    sent: DirectEnd | None
+    received: DirectEnd | None
+    words: memoryview
+    run: Callable[[Any, Any, tuple[()]], Any]
 
 
 class ShortMessages:
@@ -106,6 +149,10 @@ class ShortMessages:
         self._nrefused = 0
         #: Cost by key; if negative, number of calls that will not be direct.
         self._costs: dict[tuple[int, ...], int] = {}
+        #: Key of the last direct call that ended in compiled code.
+        self._last_key: tuple[int, ...] = ()
+        #: The held call, if one compiled function repeats it.
+        self._exchange: _RepeatedExchange | None = None
 
     def is_likely(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
@@ -155,7 +202,7 @@ class ShortMessages:
             driver.calls,
             self._runner(sent, received),
             # A held call must not let an envelope wait.
-            None if driver.has_waiting else _ignore,
+            None if driver.has_waiting else self._on_settled,
             lambda: requests.append(self._post(sent, received)),
         )
         if runs is None:
@@ -178,6 +225,85 @@ class ShortMessages:
         found = self._loop.repeat(self._caller, call.program, again, sent, received, None)
         return NOT_RUN if found is NotImplemented else found
 
+    def repeat_exchange(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
+        """Repeat the last direct call, if it has this key; see `Way.repeat`."""
+        exchange = self._exchange
+        if exchange is None or exchange.key != key:
+            return NOT_RUN
+        found = exchange.run(x, out, ())
+        return NOT_RUN if found is NotImplemented else found
+
+    def _remember(
+        self,
+        key: tuple[int, ...],
+        call: _Prepared,
+        sent: DirectEnd | None,
+        received: DirectEnd | None,
+        message: Message | None,
+    ) -> None:
+        """Let one compiled function repeat the held call, if its arrays can be used as they are."""
+        x = _NOTHING if sent is None else sent.buffer.owner
+        out = _NOTHING if received is None else received.buffer.owner
+        for array in (x, out):
+            if type(array) is not np.ndarray or not array.flags.c_contiguous:
+                return
+        form = form_of(x, out)
+        array = np.zeros(MESSAGE_NWORDS, np.int64)
+        words = memoryview(array)  # type: ignore[arg-type]
+        words[ARRAYS_FORM] = data_of(form)
+        to = source = None
+        if sent is not None:
+            to = sent.peer
+            words[OUTGOING], words[OUTGOING_NBYTES] = data_of(call.lanes.source), sent.buffer.nbytes
+        if received is not None:
+            source = received.peer
+            words[INCOMING] = data_of(call.lanes.output)
+            words[INCOMING_NBYTES] = received.buffer.nbytes
+            envelope = call.lanes.output[:ENVELOPE_NBYTES].view(np.int64)
+            words[INCOMING_KIND], words[INCOMING_TAG] = map(int, envelope[:2])
+        words[IS_ANSWERED] = to is not None and to == source
+        self._driver.export_counts(words, to, source)
+
+        outcome: Outcome = message
+
+        def proceed(x: Any, out: Any, result: int) -> None:
+            nonlocal outcome
+            ends = _end_of(sent, x), _end_of(received, out)
+            if result == UNEXPECTED:
+                self._on_settled(0)
+                outcome = self._end(key, call, None, ends[1], [])
+            else:
+                outcome = self._continue(key, call, *ends, result)
+
+        def run(x: Any, out: Any, rest: tuple[()]) -> Any:
+            # Another thread may have settled the call, and repeated it since.
+            is_current = self._exchange is not None and self._exchange.words is words
+            if not is_current or repeat(x, out, rest) is NotImplemented:
+                return NotImplemented
+            return outcome
+
+        sent, received = _without_array(sent), _without_array(received)
+        assert call.program is not None
+        repeat = repeat_of(
+            self._compiled.repeated_message,
+            call.program.address,
+            data_of(array),
+            (),
+            uses_input=True,
+            output=Role.ARRAY,
+            proceed=proceed,
+            kept=(call, form, array, x.dtype, out.dtype),
+        )
+        again = partial(self._loop.repeat, self._caller, call.program, run)
+        self._exchange = _RepeatedExchange(key, sent, received, words, again)
+
+    def _on_settled(self, op: int) -> None:
+        """Give the counts of messages back to the driver: the held call is settled."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            to, source = (None if e is None else e.peer for e in (exchange.sent, exchange.received))
+            self._driver.import_counts(exchange.words, to, source)
+
     def _again(
         self,
         key: tuple[int, ...],
@@ -187,6 +313,7 @@ class ShortMessages:
         rest: None,
     ) -> Any:
         """Implement `repeat`, as the owner of the data loop; return NotImplemented for NOT_RUN."""
+        self._on_settled(0)
         if sent is not None and not self._driver.has_room(sent.peer, sent.buffer.nbytes):
             return NotImplemented
         assert call.program is not None
@@ -194,14 +321,31 @@ class ShortMessages:
         result = self._compiled.repeat(call.program.address, *call.at, self._words_at, 0)
         if result == CHANGED:
             return NotImplemented
-        requests: list[Delayed] = []
         if result != FINISHED:
-            self._compiled.proceed(
-                call.lanes,
-                result,
-                self._runner(sent, received),
-                lambda: requests.append(self._post(sent, received)),
-            )
+            return self._continue(key, call, sent, received, result)
+        outcome = self._end(key, call, sent, received, [])
+        is_held = self._compiled.held is not None
+        if key == self._last_key and is_held and not isinstance(outcome, Delayed | NotRun):
+            self._remember(key, call, sent, received, outcome)
+        self._last_key = key
+        return outcome
+
+    def _continue(
+        self,
+        key: tuple[int, ...],
+        call: _Prepared,
+        sent: DirectEnd | None,
+        received: DirectEnd | None,
+        result: int,
+    ) -> Outcome:
+        """Continue a repetition whose loop has returned `result`; return its outcome."""
+        requests: list[Delayed] = []
+        self._compiled.proceed(
+            call.lanes,
+            result,
+            self._runner(sent, received),
+            lambda: requests.append(self._post(sent, received)),
+        )
         return self._end(key, call, sent, received, requests)
 
     def _pack(self, call: _Prepared, sent: DirectEnd | None) -> None:
@@ -312,6 +456,24 @@ class ShortMessages:
         return _Prepared(plan, HostLanes(self._pool, *arrays))
 
 
+def _without_array(end: DirectEnd | None) -> DirectEnd | None:
+    """Return `end` without a reference to an array of the caller."""
+    if end is None:
+        return None
+    buffer = end.buffer
+    return end._replace(
+        buffer=msgspec.structs.replace(buffer, array=np.empty(0, buffer.array.dtype), owner=None)
+    )
+
+
+def _end_of(end: DirectEnd | None, array: npt.NDArray[Any]) -> DirectEnd | None:
+    """Return `end` with an array of the caller, which is contiguous."""
+    if end is None:
+        return None
+    flat = array.reshape(-1).view(end.buffer.array.dtype)
+    return end._replace(buffer=msgspec.structs.replace(end.buffer, array=flat, owner=array))
+
+
 def _size_of(end: DirectEnd | None) -> tuple[int, int]:
     return (ANY, -1) if end is None else (end.peer, end.buffer.nbytes)
 
@@ -326,10 +488,6 @@ def _view_of(array: Bytes) -> memoryview:
 
 def _memory(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
-
-
-def _ignore(op: int) -> None:
-    """Do nothing: messages have no call numbers."""
 
 
 def _refuse(left: object, right: object, out: object) -> None:
