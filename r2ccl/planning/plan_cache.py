@@ -55,6 +55,9 @@ class Plan(NamedTuple):
     is_lasting : bool
         True if equal calls have this plan, whatever their number, as long as the health does not
         change. False for a call that must sometimes be a bandwidth sample.
+    kernel : int
+        Address of the kernel of the reductions in compiled code; 0: that of the signature's dtype
+        and op.
     """
 
     signature: int
@@ -64,6 +67,7 @@ class Plan(NamedTuple):
     is_bandwidth_sample: bool
     pairs: dict[tuple[int, bool], int] | None = None
     is_lasting: bool = False
+    kernel: int = 0
 
 
 class Planning(msgspec.Struct, frozen=True):

@@ -511,11 +511,14 @@ class HostLanes(msgspec.Struct):
     pool : LandingPool
     source, output : ndarray
         Input and output, as for `HostCall`.
+    scratch : ndarray of uint8 or None
+        Scratch memory in compiled code; None: new memory, if the plan uses any.
     """
 
     pool: LandingPool
     source: Array
     output: Array
+    scratch: npt.NDArray[np.uint8] | None = None
 
     def call(self, plan: Plan, scratch: npt.NDArray[np.uint8] | None = None) -> HostCall:
         """Return the operands of a planned collective; `scratch` as for `HostCall`."""

@@ -87,12 +87,19 @@ class MessageCalls:
                 found = way.begin(key, sent, end)
             if found is not NOT_RUN:
                 return self._finish(found, x, out)
-        is_grouped = self._collectives.group_here() is not None
-        received: MessageRequest | None = self.recv(
-            out, source, recv_tag, is_async=not is_grouped, tag_name="recv_tag"
-        )
-        send = partial(self.send, x, to, tag, is_synchronous=False, is_async=False)
-        return self._exchange(received, send)
+        start, messenger = self._collectives.start_message, self._messenger
+        send = partial(messenger.send, *self._to(x, to, tag), is_synchronous=False)
+        receive = partial(messenger.receive, *self._from(out, source, recv_tag, "recv_tag"))
+        if self._collectives.group_here() is not None:
+            start(receive, False)
+            start(send, False)
+            return None
+        # Compiled code of the peer expects the request of a long message before the grant.
+        sending = start(send, True)
+        return self._exchange(start(receive, True), partial(self._wait, sending))
+
+    def _wait(self, request: MessageRequest) -> Any:
+        return self._collectives.start_message(lambda: request, False)
 
     def _exchange(
         self, received: MessageRequest | None, send: Callable[[], object]
@@ -126,15 +133,10 @@ class MessageCalls:
         if found.sent is not None:
             sent = MessageRequest(self._messenger, found.sent, x)
 
-        def wait(request: MessageRequest | None) -> Any:
-            if request is None:
-                return None
-            return self._collectives.start_message(lambda: request, False)
-
-        if sent is None:
-            message: Message | None = wait(received)
-            return message
-        return self._exchange(received, partial(wait, sent))
+        if sent is not None:
+            return self._exchange(received, partial(self._wait, sent))
+        message: Message | None = None if received is None else self._wait(received)
+        return message
 
     def _to(self, x: Any, to: SupportsIndex, tag: int) -> DirectEnd:
         buffer = arguments.as_buffer(x, writable=False)

@@ -248,14 +248,14 @@ def call_kernel(
     """Call the kernel of `r2ccl.kernels.fold` at address `kernel`.
 
     The kernel combines `count` inputs of `nbytes` bytes each and writes the result to address
-    `target`. `sources` is the address of a table with the addresses of the inputs.
+    `target`. `sources` is the address of a table with the addresses of the inputs. Return the
+    kernel's result, an integer.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call_at(builder, *args)
-        return context.get_dummy_value()
+        return _call_at(builder, *args)
 
-    return types.void(*[types.int64] * 5), generate
+    return types.int64(*[types.int64] * 5), generate
 
 
 @intrinsic

@@ -411,8 +411,11 @@ class CompiledCalls:
         if conns is None:
             return None
         if program.layout.uses_scratch:
-            nbytes = program.layout.count * program.layout.itemsize
-            program.scratch = scratch = np.empty(nbytes, np.uint8)
+            scratch = lanes.scratch
+            if scratch is None:
+                nbytes = program.layout.count * program.layout.itemsize
+                scratch = np.empty(nbytes, np.uint8)
+            program.scratch = scratch
             words[at.SPACES + 2] = word_at(id(scratch) + DATA).value
         at_conn = program.conns_at
         for conn in conns:

@@ -186,7 +186,7 @@ FAILED = 3
 #: for links that it does not use. A repeated call may also return `r2ccl.shm.layout.CHANGED`, 4.
 UNSETTLED = 5
 
-# Words of a repeated exchange of short messages, see `r2ccl.runtime.compiled.repeated_message`.
+# Words of a repeated exchange of messages, see `r2ccl.runtime.compiled.repeated_message`.
 
 (
     #: Address of the form of the arrays.
@@ -205,12 +205,17 @@ UNSETTLED = 5
     IS_ANSWERED,
     #: Last word of the envelope received last: bytes that the sender has taken.
     INCOMING_TAKEN,
-) = range(14)  # fmt: skip
-MESSAGE_NWORDS = 14
+    #: 1 if the messages are long: their data is sent from and received into the arrays.
+    IS_LONG,
+) = range(15)  # fmt: skip
+MESSAGE_NWORDS = 15
 #: Words of an envelope: kind, dtype, communicator; tag; number; size; bytes taken; then the data.
 (
     ENVELOPE_KIND, ENVELOPE_TAG, ENVELOPE_IDENT, ENVELOPE_SIZE, ENVELOPE_TAKEN, ENVELOPE_DATA,
 ) = range(6)  # fmt: skip
+#: Words that the request of a long message must have: as in the envelope; 1 if any tag is right.
+EXPECTED_KIND, EXPECTED_TAG, EXPECTED_SIZE, EXPECTED_IS_ANY = range(4)
+EXPECTED_NWORDS = 4
 #: Result of a repeated exchange: it is complete, but the received envelope is not the expected one.
 UNEXPECTED = 6
 

@@ -80,9 +80,12 @@ _LOOK_EVERY = 16
 
 @inlined
 def advance(state: Any) -> None:
-    """Post sends and receives, and copy and reduce slices, until nothing more is possible."""
+    """Post sends and receives, and copy and reduce slices, until nothing more is possible.
+
+    End early if `LIMIT` is negative: the call then leaves compiled code.
+    """
     has_moved = True
-    while has_moved:
+    while has_moved and state[LIMIT] >= 0:
         has_moved = False
         for number in range(state[NPAIRS]):
             pair = pair_of(state, number)

@@ -161,7 +161,9 @@ class CompiledProgram:
         self.copies: list[list[int]] = []
         self.places: list[list[int]] = []
         call = CallSignature.unpack(plan.signature)
-        kernel = fold_kernel(call.dtype, call.op) if _reduces(plan) else 0
+        kernel = plan.kernel
+        if not kernel and _reduces(plan):
+            kernel = fold_kernel(call.dtype, call.op)
         steps = [step for lane in plan.layout.lanes for step in lane.steps]
         self._offsets = [0, *accumulate(len(lane.steps) for lane in plan.layout.lanes)]
         tables = _Tables()
@@ -195,7 +197,6 @@ class CompiledProgram:
         state[at.PAIRS], state[at.CONNS] = base + 8 * self.pairs_at, base + 8 * self.conns_at
         state[at.STEPS], state[at.LOCALS] = base + 8 * self._steps_at, base + 8 * locals_at
         state[at.CONTEXT] = context_of(self.pairs[0].key[1]) if self.pairs else 0
-        state[at.OP_STEP] = not is_of_messages(int(state[at.CONTEXT]))
         state[at.REMAINING] = sum(lane.nslices for lane in plan.layout.lanes)
         state[at.KERNEL], state[at.ITEMSIZE] = kernel, plan.layout.itemsize
         state[at.SLOTS], state[at.CONFIRM_AFTER] = config.eager_slots, config.confirm_after
@@ -206,7 +207,12 @@ class CompiledProgram:
         state[at.IS_MEASURED] = links.balance is not None and plan.is_bandwidth_sample
         state[at.HOME], state[at.CPU_SETS] = home, base + 8 * sets
         state[at.LOOP], state[at.NSTEPS], state[at.TOTAL] = loop, len(steps), state[at.REMAINING]
-        self.nslots = 1 if state[at.IS_MEASURED] else self._count_slots(config)
+        is_message = is_of_messages(int(state[at.CONTEXT]))
+        state[at.OP_STEP] = not is_message
+        scratch_nbytes = 0
+        if self.layout.uses_scratch and not is_message:
+            scratch_nbytes = self.layout.count * self.layout.itemsize
+        self.nslots = 1 if state[at.IS_MEASURED] else self._count_slots(config, scratch_nbytes)
         state[at.NSLOTS], state[at.SLOT_NBYTES] = self.nslots, self.arena_nbytes
         state[at.LIMIT] = 1 << 60
         state[at.POLLS] = self.polls.ctypes.data
@@ -332,18 +338,17 @@ class CompiledProgram:
             words[at.ARRIVED],
         ) = places
 
-    def _count_slots(self, config: Config) -> int:
+    def _count_slots(self, config: Config, scratch_nbytes: int) -> int:
         """Return how many successive calls need slots, because their slices may be unconfirmed.
 
         Two suffice if every peer also sends slices, which confirm those that it has consumed.
         Otherwise a peer confirms only after some slices. 1: the call cannot be repeated.
+        `scratch_nbytes` is the size of the scratch memory of a held call.
         """
         is_answered = all(pair.receives for pair in self.pairs if pair.sends)
         nslots = 2 if is_answered else config.eager_slots + 1
-        nbytes = nslots * self.arena_nbytes
-        if self.layout.uses_scratch:
-            nbytes += self.layout.count * self.layout.itemsize
-        return 1 if nbytes > _MOST_SLOTS_NBYTES else nslots
+        is_large = nslots * self.arena_nbytes + scratch_nbytes > _MOST_SLOTS_NBYTES
+        return 1 if is_large else nslots
 
     def _fill_conn(self, number: int) -> None:
         words = self.conn(number)
@@ -461,7 +466,7 @@ def is_supported(plan: Plan) -> bool:
     call = CallSignature.unpack(plan.signature)
     if call.op >= USER_OP or plan.finish is not None:
         return False
-    return not _reduces(plan) or fold_kernel(call.dtype, call.op) != 0
+    return plan.kernel != 0 or not _reduces(plan) or fold_kernel(call.dtype, call.op) != 0
 
 
 def _reduces(plan: Plan) -> bool:

@@ -1,7 +1,8 @@
-"""Repetition of an exchange of short messages over TCP, see `r2ccl.runtime.messages.short`.
+"""Repetition of an exchange of messages over TCP, see `r2ccl.runtime.messages.short`.
 
 It does what `r2ccl.runtime.messages.driver` does for each message: it makes the envelope to send,
-takes the data from the received one, and counts the bytes of messages that are sent and taken.
+takes the data of a short message from the received one, and counts the bytes of short messages that
+are sent and taken.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from r2ccl.runtime.compiled.layout import (
     INCOMING_TAG,
     INCOMING_TAKEN,
     IS_ANSWERED,
+    IS_LONG,
     LOOP,
     NBYTES_REPORTED,
     NBYTES_SENT,
@@ -32,6 +34,7 @@ from r2ccl.runtime.compiled.layout import (
     NBYTES_TOOK,
     OUTGOING,
     OUTGOING_NBYTES,
+    SPACES,
     UNEXPECTED,
 )
 from r2ccl.runtime.compiled.repeated import is_slot_free, renew
@@ -98,6 +101,9 @@ def make_repeated_message() -> Callable[[int, int, int, int, int], int]:
         if words[OUTGOING]:
             fill(words, words_at(source_at)[0])
         renew(state)
+        if words[IS_LONG]:
+            state[SPACES] = words_at(source_at)[0]
+            state[SPACES + 1] = words_at(target_at)[0]
         result = call_function(state[LOOP], address)
         if result != FINISHED:
             return result

@@ -30,6 +30,7 @@ from r2ccl.runtime.compiled.layout import (
     ITEMSIZE,
     KERNEL,
     KIND,
+    LIMIT,
     LOCALS,
     NAFTER,
     NLOCALS,
@@ -124,7 +125,10 @@ def use_slices(state: Any, pair: Any) -> Any:
 
 @inlined
 def run_locals(state: Any) -> Any:
-    """Run the local steps (copies and reductions) that are ready; return whether any was run."""
+    """Run the local steps (copies and reductions) that are ready; return whether any was run.
+
+    If a kernel returns another value than 0, set `LIMIT` so that the call leaves compiled code.
+    """
     has_moved = False
     numbers = words_at(state[LOCALS])
     for at in range(state[NLOCALS]):
@@ -142,7 +146,8 @@ def run_locals(state: Any) -> Any:
                 operands = words_at(state[OPERANDS])
                 operands[0] = target
                 operands[1] = source
-                call_kernel(state[KERNEL], state[OPERANDS], 2, target, nbytes)
+                if call_kernel(state[KERNEL], state[OPERANDS], 2, target, nbytes):
+                    state[LIMIT] = -1
             for _ in range(last + 1):
                 finish_slice(state, step)
             has_moved = True

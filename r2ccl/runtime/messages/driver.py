@@ -42,13 +42,15 @@ from r2ccl.runtime.compiled.layout import (
 )
 from r2ccl.runtime.messages.matching import ANY, Envelope, Message
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
-from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN, EnvelopeKind
+from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN, EnvelopeKind, signed_word
 
 #: kind, dtype, first call of the communicator (lower bits), tag, ident, nbytes, number of bytes of
 #: the peer's short messages that this rank has taken; `ENVELOPE_NBYTES` in all
 _HEADER = struct.Struct("<BBxxIqQQQ")
 _FIRST_OP_MASK = (1 << 32) - 1
 _LENGTH = struct.Struct("<Q")
+#: Size of a grant of a message whose data uses one channel.
+GRANT_NBYTES = ENVELOPE_NBYTES + _LENGTH.size
 #: The data of a message is divided among the channels at multiples of this number of bytes.
 _ALIGN = 64
 
@@ -174,7 +176,8 @@ class MessageDriver(MessageProtocol):
         self.channel = first_channel(calls.context_id)
         # Channel c uses home rail c modulo the number of home rails.
         nhomes = len(homes)
-        self._data_channel = self.channel + nhomes
+        #: First channel of data.
+        self.data_channel = self.channel + nhomes
         self._next_ident = 0
         self._nreceiving = 0
         #: Envelopes that wait for a free slot, by peer in the job.
@@ -191,7 +194,7 @@ class MessageDriver(MessageProtocol):
         self._taken: dict[int, int] = {}
         self._took: dict[int, int] = {}
         self._reported: dict[int, int] = {}
-        channels = (self.channel, *range(self._data_channel, self._data_channel + nhomes))
+        channels = (self.channel, *range(self.data_channel, self.data_channel + nhomes))
         self.calls = calls
         calls.consumers = dict.fromkeys(channels, self)
         calls.on_unposted = self._post_envelope
@@ -278,6 +281,49 @@ class MessageDriver(MessageProtocol):
             envelope, 0,
             EnvelopeKind.MESSAGE, dtype, self._first_op, tag, self._next_ident + 1, nbytes, took,
         )  # fmt: skip
+
+    def is_undivided(self, nbytes: int) -> bool:
+        """Return whether the data of a message uses one channel, whatever the health is."""
+        return len(self._rails) == 1 or nbytes <= self._slice_nbytes
+
+    def cuts_of(self, nbytes: int) -> tuple[int, ...]:
+        """Return the boundaries of the slices of an undivided message."""
+        return (*range(0, nbytes, self._slice_nbytes), nbytes)
+
+    def pack_request(
+        self, envelope: memoryview, dtype: int, to: int, tag: int, nbytes: int
+    ) -> None:
+        """Write the request of the next long message to rank `to` into `envelope`."""
+        took, ident = self._report(self._members[to]), self._next_ident + 1
+        kind = EnvelopeKind.REQUEST
+        _HEADER.pack_into(envelope, 0, kind, dtype, self._first_op, tag, ident, nbytes, took)
+
+    def pack_grant(self, envelope: memoryview, to: int, nbytes: int) -> None:
+        """Write the grant of an undivided message, without its number, into `envelope`."""
+        took = self._report(self._members[to])
+        _HEADER.pack_into(envelope, 0, EnvelopeKind.GRANT, 0, self._first_op, 0, 0, nbytes, took)
+        _LENGTH.pack_into(envelope, ENVELOPE_NBYTES, nbytes)
+
+    def expected(
+        self, dtype: int, tag: int, nbytes: int, *, is_any: bool
+    ) -> tuple[int, int, int, int]:
+        """Return the words that the request of a long message must have.
+
+        See `r2ccl.runtime.compiled.layout`. If `is_any`, the message may have any tag.
+        """
+        kind = struct.pack("<BBxxI", EnvelopeKind.REQUEST, dtype, self._first_op)
+        return signed_word(int.from_bytes(kind, "little")), tag, nbytes, int(is_any)
+
+    def note_long(self, to: int, grant: memoryview) -> None:
+        """Count a long message to rank `to`, which compiled code has sent."""
+        self._next_ident += 1
+        self._taken[self._members[to]] = _HEADER.unpack_from(grant)[-1]
+
+    def take_long(self, request: memoryview, source: int) -> Message:
+        """Return the message with this request, which compiled code has received."""
+        _, dtype, _, tag, _, nbytes, taken = _HEADER.unpack_from(request)
+        self._taken[self._members[source]] = taken
+        return Message(source, tag, nbytes // dtype_of(dtype).itemsize)
 
     def note_short(self, to: int, nbytes: int) -> None:
         """Count a short message to rank `to`, which compiled code has sent."""
@@ -447,7 +493,7 @@ class MessageDriver(MessageProtocol):
         self._nreceiving += 1
         at = 0
         for number, length in enumerate(lengths):
-            link = self._links.receiver(peer, self._data_channel + number)
+            link = self._links.receiver(peer, self.data_channel + number)
             queue = self._incoming.setdefault(link, deque())
             for piece in _pieces(request.view[at : at + length], self._slice_nbytes):
                 queue.append((request, piece))
@@ -459,7 +505,7 @@ class MessageDriver(MessageProtocol):
         assert isinstance(request, LinkSend)
         at = 0
         for number, (length,) in enumerate(_LENGTH.iter_unpack(data)):
-            link = self._links.sender(request.peer, self._data_channel + number)
+            link = self._links.sender(request.peer, self.data_channel + number)
             queue = self._outgoing.setdefault(link, deque())
             for piece in _pieces(request.view[at : at + length], self._slice_nbytes):
                 queue.append((request, piece))
@@ -492,7 +538,7 @@ class MessageDriver(MessageProtocol):
         if request.is_done:
             self._nreceiving -= 1
             self._note_busy(request.result.source, -1)
-        link = self._links.receiver(peer, self._data_channel + landing.index)
+        link = self._links.receiver(peer, self.data_channel + landing.index)
         self._links.consume(link, False)
         self._named[link] -= 1
         self._name(link, landing.index)
@@ -510,4 +556,4 @@ def _pieces(view: memoryview, nbytes: int) -> list[memoryview]:
     return [view[at : at + nbytes] for at in range(0, len(view), nbytes)]
 
 
-__all__ = ["ENVELOPE_NBYTES", "LinkReceive", "LinkSend", "MessageDriver"]
+__all__ = ["ENVELOPE_NBYTES", "GRANT_NBYTES", "LinkReceive", "LinkSend", "MessageDriver"]

@@ -22,35 +22,29 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.config import ENVELOPE_NBYTES
-from r2ccl.errors import InternalError
 from r2ccl.kernels.arrays import DATA, data_of
-from r2ccl.planning.lowering import Lane, Layout, LinkSteps, Step
-from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled.layout import (
     ARRAYS_FORM,
     FINISHED,
-    INCOMING,
-    INCOMING_KIND,
-    INCOMING_NBYTES,
-    INCOMING_TAG,
     IS_ANSWERED,
     MESSAGE_NWORDS,
-    OUTGOING,
-    OUTGOING_NBYTES,
     UNEXPECTED,
 )
-from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.data_loop import DataLoop
-from r2ccl.runtime.executor import HostLanes, LandingPool
 from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, NotRun, Outcome
+from r2ccl.runtime.messages.prepared import (
+    PreparedCall,
+    PreparedLong,
+    PreparedShort,
+    bytes_of,
+    make_pool,
+)
 from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
 from r2ccl.runtime.patience import Caller, Patience
 from r2ccl.runtime.staged_call import plain_words
 from r2ccl.runtime.status import Pending
-from r2ccl.schedule.ir import OpKind, Space
 from r2ccl.shm.arrays import form_of
 from r2ccl.shm.layout import CHANGED
 from r2ccl.shm.repeat import Role, repeat_of
@@ -65,22 +59,6 @@ _NPREPARED, _NREFUSED = 32, 1_000
 #: cost of its key; a call that ends in compiled code subtracts 1. If the cost exceeds `_MOST_COST`,
 #: the next `_NSKIPPED` calls are not direct.
 _LEFT_COST, _MOST_COST, _NSKIPPED = 16, 32, 100
-
-
-class _Prepared:
-    """Plan of a direct call, and the memory of the envelopes that it sends and receives."""
-
-    __slots__ = ("at", "lanes", "plan", "program", "received", "sent")
-
-    def __init__(self, plan: Plan, lanes: HostLanes) -> None:
-        self.plan = plan
-        self.lanes = lanes
-        self.sent = _view_of(lanes.source)
-        self.received = _view_of(lanes.output)
-        #: Addresses of the pointers to this memory.
-        self.at = id(lanes.source) + DATA, id(lanes.output) + DATA
-        #: Program of the last call with this plan, if that call was held.
-        self.program: CompiledProgram | None = None
 
 
 class _RepeatedExchange(NamedTuple):
@@ -140,11 +118,11 @@ class ShortMessages:
         self._caller = caller
         self._pending = pending
         self._timeout_s = timeout_s
-        self._pool = LandingPool(_memory, 1)
+        self._pool = make_pool()
         self._words = plain_words()
         #: Address of these words, for a repetition, which does not check the form of arrays.
         self._words_at = data_of(self._words)
-        self._prepared: dict[tuple[int, ...], _Prepared] = {}
+        self._prepared: dict[tuple[int, ...], PreparedCall] = {}
         #: Number of calls that were not prepared since the table of prepared calls is full.
         self._nrefused = 0
         #: Cost by key; if negative, number of calls that will not be direct.
@@ -158,11 +136,10 @@ class ShortMessages:
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
     ) -> bool:
         """Return whether to try a direct call; any thread may call this method."""
-        for each in (sent, received):
-            if each is None:
-                continue
-            if each.peer == ANY or not self._driver.is_short(each.buffer.nbytes):
-                return False
+        if any(end is not None and end.peer == ANY for end in (sent, received)):
+            return False
+        if not (self._are_short(sent, received) or self._are_long(sent, received)):
+            return False
         cost = self._costs.get(key, 0)
         if cost < 0:
             self._costs[key] = cost + 1
@@ -181,7 +158,7 @@ class ShortMessages:
         """
         driver = self._driver
         self._compiled.take_events()  # one of them may be the message to receive
-        if driver.has_long:
+        if driver.has_long or (driver.has_waiting and not self._are_short(sent, received)):
             return NOT_RUN
         for each in (sent, received):
             if each is not None and not driver.has_links(each.peer):
@@ -194,11 +171,11 @@ class ShortMessages:
         if call is None:
             return NOT_RUN
         self._loop.links.ncalls += 1
-        self._pack(call, sent)
+        call.pack(driver, sent, received)
         requests: list[Delayed] = []
         runs = self._compiled.run(
             call.plan,
-            call.lanes,
+            call.lanes(sent, received),
             driver.calls,
             self._runner(sent, received),
             # A held call must not let an envelope wait.
@@ -236,7 +213,7 @@ class ShortMessages:
     def _remember(
         self,
         key: tuple[int, ...],
-        call: _Prepared,
+        call: PreparedCall,
         sent: DirectEnd | None,
         received: DirectEnd | None,
         message: Message | None,
@@ -254,13 +231,9 @@ class ShortMessages:
         to = source = None
         if sent is not None:
             to = sent.peer
-            words[OUTGOING], words[OUTGOING_NBYTES] = data_of(call.lanes.source), sent.buffer.nbytes
         if received is not None:
             source = received.peer
-            words[INCOMING] = data_of(call.lanes.output)
-            words[INCOMING_NBYTES] = received.buffer.nbytes
-            envelope = call.lanes.output[:ENVELOPE_NBYTES].view(np.int64)
-            words[INCOMING_KIND], words[INCOMING_TAG] = map(int, envelope[:2])
+        call.fill(words, is_sending=sent is not None, is_receiving=received is not None)
         words[IS_ANSWERED] = to is not None and to == source
         self._driver.export_counts(words, to, source)
 
@@ -307,7 +280,7 @@ class ShortMessages:
     def _again(
         self,
         key: tuple[int, ...],
-        call: _Prepared,
+        call: PreparedCall,
         sent: DirectEnd | None,
         received: DirectEnd | None,
         rest: None,
@@ -317,8 +290,10 @@ class ShortMessages:
         if sent is not None and not self._driver.has_room(sent.peer, sent.buffer.nbytes):
             return NotImplemented
         assert call.program is not None
-        self._pack(call, sent)
-        result = self._compiled.repeat(call.program.address, *call.at, self._words_at, 0)
+        call.pack(self._driver, sent, received)
+        lanes = call.lanes(sent, received)
+        at = id(lanes.source) + DATA, id(lanes.output) + DATA
+        result = self._compiled.repeat(call.program.address, *at, self._words_at, 0)
         if result == CHANGED:
             return NotImplemented
         if result != FINISHED:
@@ -333,7 +308,7 @@ class ShortMessages:
     def _continue(
         self,
         key: tuple[int, ...],
-        call: _Prepared,
+        call: PreparedCall,
         sent: DirectEnd | None,
         received: DirectEnd | None,
         result: int,
@@ -341,20 +316,12 @@ class ShortMessages:
         """Continue a repetition whose loop has returned `result`; return its outcome."""
         requests: list[Delayed] = []
         self._compiled.proceed(
-            call.lanes,
+            call.lanes(sent, received),
             result,
             self._runner(sent, received),
             lambda: requests.append(self._post(sent, received)),
         )
         return self._end(key, call, sent, received, requests)
-
-    def _pack(self, call: _Prepared, sent: DirectEnd | None) -> None:
-        if sent is not None:
-            buffer = sent.buffer
-            self._driver.pack_short(
-                call.sent, buffer.dtype_code, sent.peer, sent.tag, buffer.nbytes
-            )
-            call.sent[ENVELOPE_NBYTES:] = _bytes_of(sent)
 
     def _runner(
         self, sent: DirectEnd | None, received: DirectEnd | None
@@ -366,7 +333,7 @@ class ShortMessages:
     def _end(
         self,
         key: tuple[int, ...],
-        call: _Prepared,
+        call: PreparedCall,
         sent: DirectEnd | None,
         received: DirectEnd | None,
         requests: list[Delayed],
@@ -381,23 +348,25 @@ class ShortMessages:
             if cost:
                 self._costs[key] = cost - 1
             if sent is not None:
-                self._driver.note_short(sent.peer, sent.buffer.nbytes)
+                call.note_sent(self._driver, sent)
             if received is not None:
-                found = self._received(received, call.received)
+                found = self._received(call, received)
         if self._compiled.held is None:
             self._driver.advance()  # peers may have confirmed earlier envelopes
             self._loop.progress.advance()
         return found
 
-    def _received(self, end: DirectEnd, envelope: memoryview) -> Message | Delayed:
-        given = envelope, _bytes_of(end), end.buffer.dtype_code, end.peer, end.tag
-        message = self._driver.take_short(*given)
+    def _received(self, call: PreparedCall, end: DirectEnd) -> Message | Delayed:
+        message = call.take(self._driver, end)
         if message is not None and not self._driver.is_report_due(end.peer):
             return message
         self._loop.settle_held()
         if message is not None:
             self._driver.report(end.peer)
             return message
+        assert isinstance(call, PreparedShort)
+        dtype = end.buffer.dtype_code
+        given = call.received, bytes_of(end), dtype, end.peer, end.tag
         return Delayed(None, self._driver.pass_on(*given))
 
     def _post(self, sent: DirectEnd | None, received: DirectEnd | None) -> Delayed:
@@ -405,11 +374,11 @@ class ShortMessages:
         driver = self._driver
         taker: ReceiveRequest | None = None
         request: SendRequest | None = None
-        if received is not None:
-            dtype, view = received.buffer.dtype_code, _bytes_of(received)
-            taker = driver.receive(view, dtype, received.peer, received.tag)
         if sent is not None:
-            request = driver.send(_bytes_of(sent), sent.buffer.dtype_code, sent.peer, sent.tag)
+            request = driver.send(bytes_of(sent), sent.buffer.dtype_code, sent.peer, sent.tag)
+        if received is not None:
+            dtype, view = received.buffer.dtype_code, bytes_of(received)
+            taker = driver.receive(view, dtype, received.peer, received.tag)
         return Delayed(request, taker)
 
     def _note_left(self, key: tuple[int, ...]) -> None:
@@ -418,7 +387,7 @@ class ShortMessages:
         cost = self._costs.get(key, 0) + _LEFT_COST
         self._costs[key] = cost if cost <= _MOST_COST else -_NSKIPPED
 
-    def _prepare(self, sent: DirectEnd | None, received: DirectEnd | None) -> _Prepared | None:
+    def _prepare(self, sent: DirectEnd | None, received: DirectEnd | None) -> PreparedCall | None:
         key = (*_size_of(sent), *_size_of(received))
         found = self._prepared.get(key)
         if found is not None:
@@ -429,31 +398,19 @@ class ShortMessages:
                 return None
             self._prepared.clear()
             self._nrefused = 0
-        found = self._prepared[key] = self._made(sent, received)
+        given = self._driver, self._pool, self._loop.rank, (sent, received)
+        is_short = self._are_short(sent, received)
+        found = PreparedShort(*given) if is_short else PreparedLong(*given)
+        self._prepared[key] = found
         return found
 
-    def _made(self, sent: DirectEnd | None, received: DirectEnd | None) -> _Prepared:
-        driver = self._driver
-        steps: list[Step] = []
-        arrays: list[Bytes] = []
-        ways: list[tuple[LinkSteps, ...]] = []
-        for end, kind, space in (
-            (sent, OpKind.SEND, Space.INPUT),
-            (received, OpKind.RECV, Space.OUTPUT),
-        ):
-            size = 0 if end is None else ENVELOPE_NBYTES + end.buffer.nbytes
-            arrays.append(np.empty(size, np.uint8))
-            if end is None:
-                ways.append(())
-                continue
-            peer = driver.in_job(end.peer)
-            ways.append((LinkSteps(peer, driver.channel, (len(steps),)),))
-            steps.append(Step(kind, peer, space, space, (0, size), (), True, False, False))
-        lane = Lane(tuple(steps), ways[0], ways[1], (), len(steps), (driver.channel,))
-        peers, most = frozenset(step.peer for step in steps), max(each.nbytes for each in arrays)
-        layout = Layout(self._loop.rank, most, 1, most, (lane,), peers, False)
-        plan = Plan(driver.calls.signature, layout, _refuse, None, False)
-        return _Prepared(plan, HostLanes(self._pool, *arrays))
+    def _are_short(self, *ends: DirectEnd | None) -> bool:
+        return all(end is None or self._driver.is_short(end.buffer.nbytes) for end in ends)
+
+    def _are_long(self, *ends: DirectEnd | None) -> bool:
+        """Return whether all messages are long, and each uses one channel."""
+        driver, sizes = self._driver, [end.buffer.nbytes for end in ends if end is not None]
+        return not any(map(driver.is_short, sizes)) and all(map(driver.is_undivided, sizes))
 
 
 def _without_array(end: DirectEnd | None) -> DirectEnd | None:
@@ -476,22 +433,6 @@ def _end_of(end: DirectEnd | None, array: npt.NDArray[Any]) -> DirectEnd | None:
 
 def _size_of(end: DirectEnd | None) -> tuple[int, int]:
     return (ANY, -1) if end is None else (end.peer, end.buffer.nbytes)
-
-
-def _bytes_of(end: DirectEnd) -> memoryview:
-    return _view_of(end.buffer.array.view(np.uint8))
-
-
-def _view_of(array: Bytes) -> memoryview:
-    return memoryview(array)  # type: ignore[arg-type]
-
-
-def _memory(nbytes: int) -> Bytes:
-    return np.empty(nbytes, np.uint8)
-
-
-def _refuse(left: object, right: object, out: object) -> None:
-    raise InternalError("a message was to be reduced: please report this bug")
 
 
 __all__ = ["ShortMessages"]

@@ -1,0 +1,52 @@
+"""Answer to the request of a long message, in compiled code; see `r2ccl.runtime.messages.prepared`.
+
+It is the kernel of the only local step of such a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from r2ccl.runtime.compiled.layout import (
+    ENVELOPE_IDENT,
+    ENVELOPE_KIND,
+    ENVELOPE_SIZE,
+    ENVELOPE_TAG,
+    EXPECTED_IS_ANY,
+    EXPECTED_KIND,
+    EXPECTED_NWORDS,
+    EXPECTED_SIZE,
+    EXPECTED_TAG,
+)
+from r2ccl.shm.atomics import words_at
+
+
+def make_answer() -> Callable[[int, int, int, int], int]:
+    """Return the kernel, for `r2ccl.kernels.native`.
+
+    Returns
+    -------
+    callable
+        ``kernel(sources, count, target, nbytes)``: `sources` is the address of a table, whose
+        second word is the address of the request that was received. `target` is the address of the
+        grant, before which are the words that the request must have. Returns 1 if it has others;
+        otherwise the grant gets the number of the request.
+    """
+
+    def kernel(sources: Any, count: Any, target: Any, nbytes: Any) -> Any:
+        request, grant = words_at(words_at(sources)[1]), words_at(target)
+        expected = words_at(target - 8 * EXPECTED_NWORDS)
+        if request[ENVELOPE_KIND] != expected[EXPECTED_KIND]:
+            return 1
+        if expected[EXPECTED_IS_ANY] == 0 and request[ENVELOPE_TAG] != expected[EXPECTED_TAG]:
+            return 1
+        if request[ENVELOPE_SIZE] != expected[EXPECTED_SIZE]:
+            return 1
+        grant[ENVELOPE_IDENT] = request[ENVELOPE_IDENT]
+        return 0
+
+    return kernel
+
+
+__all__ = ["make_answer"]

@@ -1,0 +1,318 @@
+"""Plans of direct calls over TCP, and the memory of their envelopes.
+
+A short message is one eager slice, its envelope with the data. A long one takes these slices, as in
+`r2ccl.runtime.messages.driver`; the answer to a request is made in compiled code
+(`r2ccl.runtime.compiled.answer`)::
+
+    sender                           receiver
+    REQUEST, an eager slice      ->  compares it with the expected one
+                                 <-  GRANT, an eager slice, and landing places
+    slices of data               ->
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.config import ENVELOPE_NBYTES
+from r2ccl.errors import InternalError
+from r2ccl.kernels.arrays import data_of
+from r2ccl.kernels.native import address_of
+from r2ccl.planning.lowering import Lane, Layout, LinkSteps, Step
+from r2ccl.planning.plan_cache import Plan
+from r2ccl.runtime.compiled.layout import (
+    EXPECTED_NWORDS,
+    INCOMING,
+    INCOMING_KIND,
+    INCOMING_NBYTES,
+    INCOMING_TAG,
+    IS_LONG,
+    OUTGOING,
+    OUTGOING_NBYTES,
+)
+from r2ccl.runtime.compiled.program import CompiledProgram
+from r2ccl.runtime.executor import HostLanes, LandingPool
+from r2ccl.runtime.messages.driver import GRANT_NBYTES, MessageDriver
+from r2ccl.runtime.messages.matching import ANY, Message
+from r2ccl.runtime.messages.outcome import DirectEnd
+from r2ccl.schedule.ir import OpKind, Space
+
+Bytes = npt.NDArray[np.uint8]
+
+_ANSWER = "r2ccl.runtime.compiled.answer:make_answer"
+_NOTHING = np.empty(0, np.uint8)
+
+
+class PreparedCall(ABC):
+    """Plan of a direct call with given peers and sizes, and the memory of its envelopes.
+
+    Attributes
+    ----------
+    plan : Plan
+    program : CompiledProgram or None
+        Program of the last call with this plan, if that call was held.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.program: CompiledProgram | None = None
+
+    @abstractmethod
+    def lanes(self, sent: DirectEnd | None, received: DirectEnd | None) -> HostLanes:
+        """Return the memory of the plan."""
+
+    @abstractmethod
+    def pack(
+        self, driver: MessageDriver, sent: DirectEnd | None, received: DirectEnd | None
+    ) -> None:
+        """Make the envelopes for a call."""
+
+    @abstractmethod
+    def note_sent(self, driver: MessageDriver, sent: DirectEnd) -> None:
+        """Count the message that the call has sent."""
+
+    @abstractmethod
+    def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
+        """Return the message that the call has received; None if it is not the expected one."""
+
+    @abstractmethod
+    def fill(self, words: memoryview, *, is_sending: bool, is_receiving: bool) -> None:
+        """Describe the envelopes in the words of a repeated exchange.
+
+        The words are those of `r2ccl.runtime.compiled.layout`.
+        """
+
+
+class PreparedShort(PreparedCall):
+    """`PreparedCall` of at most one short message each way.
+
+    Attributes
+    ----------
+    received : memoryview
+        Envelope that the call receives, with its data.
+    """
+
+    def __init__(
+        self, driver: MessageDriver, pool: LandingPool, rank: int, ends: Sequence[DirectEnd | None]
+    ) -> None:
+        steps: list[Step] = []
+        arrays: list[Bytes] = []
+        ways: list[tuple[LinkSteps, ...]] = []
+        kinds = (OpKind.SEND, Space.INPUT), (OpKind.RECV, Space.OUTPUT)
+        for end, (kind, space) in zip(ends, kinds, strict=True):
+            size = 0 if end is None else ENVELOPE_NBYTES + end.buffer.nbytes
+            arrays.append(np.empty(size, np.uint8))
+            if end is None:
+                ways.append(())
+                continue
+            peer = driver.in_job(end.peer)
+            ways.append((LinkSteps(peer, driver.channel, (len(steps),)),))
+            steps.append(_step(kind, peer, space, (0, size), is_eager=True))
+        lane = Lane(tuple(steps), ways[0], ways[1], (), len(steps), (driver.channel,))
+        super().__init__(_plan(driver, rank, lane, max(each.nbytes for each in arrays)))
+        self._lanes = HostLanes(pool, *arrays)
+        self._sent, self.received = _view_of(arrays[0]), _view_of(arrays[1])
+
+    def lanes(self, sent: DirectEnd | None, received: DirectEnd | None) -> HostLanes:
+        """Implement `PreparedCall.lanes`: the memory is always the same."""
+        return self._lanes
+
+    def pack(
+        self, driver: MessageDriver, sent: DirectEnd | None, received: DirectEnd | None
+    ) -> None:
+        """Implement `PreparedCall.pack`; copy the data, too."""
+        if sent is not None:
+            buffer = sent.buffer
+            driver.pack_short(self._sent, buffer.dtype_code, sent.peer, sent.tag, buffer.nbytes)
+            self._sent[ENVELOPE_NBYTES:] = bytes_of(sent)
+
+    def note_sent(self, driver: MessageDriver, sent: DirectEnd) -> None:
+        """Implement `PreparedCall.note_sent`."""
+        driver.note_short(sent.peer, sent.buffer.nbytes)
+
+    def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
+        """Implement `PreparedCall.take`; copy the data, too."""
+        dtype = received.buffer.dtype_code
+        given = self.received, bytes_of(received), dtype, received.peer, received.tag
+        return driver.take_short(*given)
+
+    def fill(self, words: memoryview, *, is_sending: bool, is_receiving: bool) -> None:
+        """Implement `PreparedCall.fill`."""
+        source, output = self._lanes.source, self._lanes.output
+        if is_sending:
+            words[OUTGOING] = data_of(source)
+            words[OUTGOING_NBYTES] = source.nbytes - ENVELOPE_NBYTES
+        if is_receiving:
+            words[INCOMING] = data_of(output)
+            words[INCOMING_NBYTES] = output.nbytes - ENVELOPE_NBYTES
+            envelope = output[:ENVELOPE_NBYTES].view(np.int64)
+            words[INCOMING_KIND], words[INCOMING_TAG] = map(int, envelope[:2])
+
+
+class PreparedLong(PreparedCall):
+    """`PreparedCall` of at most one long message each way, whose data uses one channel."""
+
+    def __init__(
+        self, driver: MessageDriver, pool: LandingPool, rank: int, ends: Sequence[DirectEnd | None]
+    ) -> None:
+        self._pool = pool
+        self._scratch = np.zeros(_SCRATCH_NBYTES, np.uint8)
+        steps: list[Step] = []
+        sends: dict[tuple[int, int], list[int]] = {}
+        receives: dict[tuple[int, int], list[int]] = {}
+        control, data = driver.channel, driver.data_channel
+
+        def add(step: Step, channel: int) -> int:
+            links = sends if step.kind is OpKind.SEND else receives
+            if channel >= 0:
+                links.setdefault((step.peer, channel), []).append(len(steps))
+            steps.append(step)
+            return len(steps) - 1
+
+        # Each rank sends its request before it answers that of the peer.
+        sent, received = ends
+        requested = granted = -1
+        if sent is not None:
+            to = driver.in_job(sent.peer)
+            add(_step(OpKind.SEND, to, Space.SCRATCH, _REQUEST, is_eager=True), control)
+        if received is not None:
+            source = driver.in_job(received.peer)
+            step = _step(OpKind.RECV, source, Space.SCRATCH, _REQUESTED, is_eager=True)
+            requested = add(step, control)
+        if sent is not None:
+            step = _step(OpKind.RECV, to, Space.SCRATCH, _GRANTED, is_eager=True)
+            granted = add(step, control)
+            cuts = driver.cuts_of(sent.buffer.nbytes)
+            add(_step(OpKind.SEND, to, Space.INPUT, cuts, after=granted), data)
+        local: tuple[int, ...] = ()
+        if received is not None:
+            shift = _REQUESTED[0] - _GRANT[0]
+            step = _step(OpKind.REDUCE, -1, Space.SCRATCH, _GRANT, after=requested, shift=shift)
+            answered = add(step, -1)
+            local = (answered,)
+            step = _step(OpKind.SEND, source, Space.SCRATCH, _GRANT, after=answered, is_eager=True)
+            add(step, control)
+            cuts = driver.cuts_of(received.buffer.nbytes)
+            add(_step(OpKind.RECV, source, Space.OUTPUT, cuts, after=answered), data)
+        lane = Lane(
+            tuple(steps),
+            tuple(LinkSteps(*link, tuple(order)) for link, order in sends.items()),
+            tuple(LinkSteps(*link, tuple(order)) for link, order in receives.items()),
+            local,
+            sum(step.nslices for step in steps),
+            (control, data),
+        )
+        most = max(end.buffer.nbytes for end in ends if end is not None)
+        super().__init__(_plan(driver, rank, lane, most, uses_scratch=True))
+
+    def lanes(self, sent: DirectEnd | None, received: DirectEnd | None) -> HostLanes:
+        """Implement `PreparedCall.lanes`: the data is in the arrays of the caller."""
+        source, output = (
+            _NOTHING if end is None else end.buffer.array.view(np.uint8) for end in (sent, received)
+        )
+        return HostLanes(self._pool, source, output, self._scratch)
+
+    def pack(
+        self, driver: MessageDriver, sent: DirectEnd | None, received: DirectEnd | None
+    ) -> None:
+        """Implement `PreparedCall.pack`."""
+        if sent is not None:
+            buffer = sent.buffer
+            given = buffer.dtype_code, sent.peer, sent.tag, buffer.nbytes
+            driver.pack_request(self._part(_REQUEST), *given)
+        if received is not None:
+            buffer, source, tag = received.buffer, received.peer, received.tag
+            driver.pack_grant(self._part(_GRANT), source, buffer.nbytes)
+            self._words(_EXPECTED)[:] = driver.expected(
+                buffer.dtype_code, 0 if tag == ANY else tag, buffer.nbytes, is_any=tag == ANY
+            )
+
+    def note_sent(self, driver: MessageDriver, sent: DirectEnd) -> None:
+        """Implement `PreparedCall.note_sent`."""
+        driver.note_long(sent.peer, self._part(_GRANTED))
+
+    def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
+        """Implement `PreparedCall.take`; compiled code has compared the request."""
+        return driver.take_long(self._part(_REQUESTED), received.peer)
+
+    def fill(self, words: memoryview, *, is_sending: bool, is_receiving: bool) -> None:
+        """Implement `PreparedCall.fill`."""
+        words[IS_LONG] = 1
+        if is_sending:
+            words[OUTGOING] = data_of(self._scratch) + _REQUEST[0]
+        if is_receiving:  # the repetition receives messages with this tag only
+            expected = self._words(_EXPECTED)
+            expected[1], expected[3] = self._words(_REQUESTED)[1], 0
+
+    def _part(self, place: tuple[int, int]) -> memoryview:
+        return _view_of(self._scratch[place[0] : place[1]])
+
+    def _words(self, place: tuple[int, int]) -> npt.NDArray[np.int64]:
+        return self._scratch[place[0] : place[1]].view(np.int64)
+
+
+def bytes_of(end: DirectEnd) -> memoryview:
+    """Return the bytes of the array of a direct call."""
+    return _view_of(end.buffer.array.view(np.uint8))
+
+
+def make_pool() -> LandingPool:
+    """Return a pool of landing places, which direct calls need in form only."""
+    return LandingPool(_memory, 1)
+
+
+def _step(
+    kind: OpKind,
+    peer: int,
+    space: Space,
+    cuts: tuple[int, ...],
+    *,
+    is_eager: bool = False,
+    after: int = -1,
+    shift: int = 0,
+) -> Step:
+    others = () if after < 0 else ((after, False, False),)
+    return Step(kind, peer, space, space, cuts, others, is_eager, False, False, shift)
+
+
+def _plan(
+    driver: MessageDriver, rank: int, lane: Lane, most: int, *, uses_scratch: bool = False
+) -> Plan:
+    """Return the plan of a lane whose largest step has `most` bytes."""
+    peers = frozenset(step.peer for step in lane.steps if step.peer >= 0)
+    layout = Layout(rank, most, 1, most, (lane,), peers, uses_scratch)
+    kernel = address_of(_ANSWER) if lane.locals else 0
+    return Plan(driver.calls.signature, layout, _refuse, None, False, kernel=kernel)
+
+
+def _view_of(array: Bytes) -> memoryview:
+    return memoryview(array)  # type: ignore[arg-type]
+
+
+def _memory(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
+
+
+def _refuse(left: object, right: object, out: object) -> None:
+    raise InternalError("a message was to be reduced: please report this bug")
+
+
+def _places(*sizes: int) -> list[tuple[int, int]]:
+    """Return the places of envelopes of these sizes, one after another."""
+    ends = np.cumsum((0, *sizes)).tolist()
+    return list(pairwise(ends))
+
+
+#: Places in the scratch memory of a long message: request and its grant; request of the peer, words
+#: to compare it with, and the grant that answers it. The last two must follow one another.
+_REQUEST, _GRANTED, _REQUESTED, _EXPECTED, _GRANT = _places(
+    ENVELOPE_NBYTES, GRANT_NBYTES, ENVELOPE_NBYTES, 8 * EXPECTED_NWORDS, GRANT_NBYTES
+)
+_SCRATCH_NBYTES = _GRANT[1]
+
+__all__ = ["PreparedCall", "PreparedLong", "PreparedShort", "bytes_of", "make_pool"]
