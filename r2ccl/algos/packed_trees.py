@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from heapq import heapify, heappop, heappush
 
 from r2ccl.algos import tree
 from r2ccl.algos.bandwidths import require_positive
@@ -180,19 +181,12 @@ def _deal_down(extra: Sequence[int], ntrees: int, root: int) -> list[list[int]]:
     for turn in range(1, ntrees + 1):
         row = [0] * n
         row[root] = 1
-        missing = n - 2
 
-        def urgency(node: int, turn: int = turn) -> tuple[int, int]:
-            return (left[node] - given[node]) * ntrees + given[node] * turn, -node
+        def urgency(node: int, turn: int = turn) -> int:
+            return (left[node] - given[node]) * ntrees + given[node] * turn
 
-        while missing:
-            number = min(2, missing)
-            fit = [node for node in range(n) if left[node] >= number]
-            node = max(fit or [each for each in range(n) if left[each]], key=urgency)
-            number = min(number, left[node])
-            left[node] -= number
-            row[node] += number
-            missing -= number
+        missing = _take(n - 2, 1, 2, left, row, urgency, lambda rest: rest > 1)
+        _take(missing, 0, 1, left, row, urgency, lambda rest: rest > 0)
         dealt.append(row)
     return dealt
 
@@ -316,20 +310,45 @@ def _deal(sums: Sequence[int], ntrees: int) -> list[list[int]]:
         nsingles += single
         row = [1] * n
 
-        def urgency(node: int, turn: int = turn) -> tuple[int, int]:
-            return (left[node] - extra[node]) * ntrees + extra[node] * turn, -node
+        def urgency(node: int, turn: int = turn) -> int:
+            return (left[node] - extra[node]) * ntrees + extra[node] * turn
 
-        missing = n - 2
-        while missing:
-            is_pair = missing > single
-            fit = [v for v in range(n) if (left[v] > 1 if is_pair else left[v] % 2)]
-            node = max(fit or [v for v in range(n) if left[v]], key=urgency)
-            number = min(2 if is_pair else 1, left[node], missing)
-            left[node] -= number
-            row[node] += number
-            missing -= number
+        missing = _take(n - 2, max(0, single), 2, left, row, urgency, lambda rest: rest > 1)
+        _take(missing, 0, 1, left, row, urgency, lambda rest: rest % 2 == 1)
         dealt.append(row)
     return dealt
+
+
+def _take(
+    missing: int,
+    end: int,
+    number: int,
+    left: list[int],
+    row: list[int],
+    urgency: Callable[[int], int],
+    is_fit: Callable[[int], bool],
+) -> int:
+    """Move edges from `left` to `row`, `number` at a time, until only `end` are `missing`.
+
+    They are those of the node with the largest `urgency` among those whose number of edges left
+    `is_fit`, or if there is none, among all that have edges left. The lowest node is preferred.
+    Returns the number still missing.
+    """
+    heap = [(-urgency(node), node) for node, rest in enumerate(left) if is_fit(rest)]
+    heapify(heap)
+    while missing > end:
+        if heap:
+            node = heappop(heap)[1]
+        else:
+            node = min((-urgency(node), node) for node, rest in enumerate(left) if rest)[1]
+        taken = min(number, left[node], missing)
+        left[node] -= taken
+        row[node] += taken
+        missing -= taken
+        # Only the urgency of this node has changed.
+        if is_fit(left[node]):
+            heappush(heap, (-urgency(node), node))
+    return missing
 
 
 def _firsts(n: int, ntrees: int) -> list[int]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 
 import msgspec
 
@@ -53,7 +54,9 @@ def doubling(nranks: int, nchannels: int = 1, *, is_exclusive: bool = False) -> 
         If `nranks` or `nchannels` is below 1.
     """
     ops_of = _exclusive_doubling if is_exclusive else _doubling
-    return _schedule("prefix_doubling", nranks, nchannels, 1, ops_of, is_exclusive=is_exclusive)
+    make = partial(_schedule, "prefix_doubling", nranks, 1, ops_of, is_exclusive=is_exclusive)
+    # All channels have the same ops, so the cost of one, with all the data, is that of all.
+    return msgspec.structs.replace(make(nchannels), cost=measure(make(1)))
 
 
 def chain(nranks: int, nchannels: int = 1, *, is_exclusive: bool = False) -> Schedule:
@@ -64,21 +67,25 @@ def chain(nranks: int, nchannels: int = 1, *, is_exclusive: bool = False) -> Sch
     """
     if is_exclusive:
         nchunks, ops_of = _NCHUNKS, _exclusive_chain
+        nops = _NCHUNKS * (0, 0, 1, 4)[min(3, nranks)]
     else:
-        nchunks, ops_of = 1, _chain
-    return _schedule("prefix_chain", nranks, nchannels, nchunks, ops_of, is_exclusive=is_exclusive)
+        nchunks, ops_of, nops = 1, _chain, min(2, nranks)
+    made = _schedule("prefix_chain", nranks, nchunks, ops_of, nchannels, is_exclusive=is_exclusive)
+    share = Fraction(min(1, nranks - 1))
+    return msgspec.structs.replace(made, cost=Cost(nranks - 1, share, share, nops))
 
 
 def _schedule(
     name: str,
     nranks: int,
-    nchannels: int,
     nchunks: int,
     ops_of: Callable[[int, int], tuple[Op, ...]],
+    nchannels: int,
     *,
     is_exclusive: bool,
 ) -> Schedule:
-    schedule = Schedule(
+    """Return the schedule without its cost."""
+    return Schedule(
         name=name,
         collective="exscan" if is_exclusive else "scan",
         nranks=nranks,
@@ -86,7 +93,6 @@ def _schedule(
         cost=Cost(0, Fraction(0), Fraction(0), 0),
         generate=lambda rank: (ops_of(nranks, rank),) * nchannels,
     )
-    return msgspec.structs.replace(schedule, cost=measure(schedule))
 
 
 def _doubling(nranks: int, rank: int) -> tuple[Op, ...]:

@@ -70,7 +70,8 @@ def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
     def routes(low: int, high: int, channels: set[int]) -> dict[int, int]:
         share = [min(one, other) for one, other in zip(rows[low], rows[high], strict=True)]
         rails = {
-            c: home.get((c, low, high), placement.channels[c] % nrails) for c in sorted(channels)
+            c: home.get((c, low, high), placement.number(c, low, high) % nrails)
+            for c in sorted(channels)
         }
         at_home = Counter(PathKey(high, rail) for rail in rails.values() if share[rail])
         detoured = choose_routes(

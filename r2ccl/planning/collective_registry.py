@@ -27,7 +27,14 @@ from r2ccl.planning.allreduce_registry import (
     Terms,
     at_home,
 )
-from r2ccl.planning.edge_loads import flows_of_cycle, flows_of_dissemination, flows_of_rooted_trees
+from r2ccl.planning.edge_loads import (
+    Flows,
+    flows_of_cycle,
+    flows_of_dissemination,
+    flows_of_prefix_doubling,
+    flows_of_rooted_trees,
+)
+from r2ccl.planning.placement import EdgeAtHome
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import PREFIXES, Collective
 
@@ -216,10 +223,31 @@ def _prefixes(terms: Terms, *, is_exclusive: bool, is_chain: bool) -> Iterator[C
     for nchannels in counts:
         schedule = scan.chain(nranks, nchannels, is_exclusive=is_exclusive)
         flows = flows_of_rooted_trees([tree.chain(range(nranks))] * nchannels, is_down=True)
-        yield Candidate(schedule.name, schedule, schedule.cost.steps, flows=flows)
+        edges = _turns_at_home(flows, nchannels, terms)
+        yield Candidate(schedule.name, schedule, schedule.cost.steps, flows=flows, edges=edges)
         if not is_chain:
             schedule = scan.doubling(nranks, nchannels, is_exclusive=is_exclusive)
-            yield Candidate(schedule.name, schedule)
+            flows = flows_of_prefix_doubling(nranks, nchannels, is_exclusive=is_exclusive)
+            edges = _turns_at_home(flows, nchannels, terms)
+            yield Candidate(schedule.name, schedule, flows=flows, edges=edges)
+
+
+def _turns_at_home(flows: Flows, nchannels: int, terms: Terms) -> tuple[EdgeAtHome, ...]:
+    """Return the placement `at_home` of as many channels as load all rails alike.
+
+    The channels have equal edges. No placement of these channels is better, so it need not be
+    searched for. The edges of the other channels are not in the result: fewer channels than home
+    rails, or up to twice as many if loads differ, which few channels could not even out.
+    """
+    node_of = {rank: node for node, team in enumerate(terms.teams) for rank in team}
+    rest = nchannels % terms.nhomes
+    if rest and len({max(flow.up, flow.down) for flow in flows.flows}) > 1:
+        rest += terms.nhomes
+    return tuple(
+        edge
+        for edge in at_home(flows, terms)
+        if edge[0] < nchannels - rest and node_of[edge[1]] != node_of[edge[2]]
+    )
 
 
 def _crossings(order: Sequence[int], terms: Terms) -> int:

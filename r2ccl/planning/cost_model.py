@@ -184,10 +184,7 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
         mean = load or Fraction(0)
     else:
         flows = candidate.flows or flows_of(schedule)
-        if candidate.edges:
-            placement = placed_at(schedule, len(homes), candidate.edges)
-        else:
-            placement = place_edges(schedule, homes, health, nodes, flows)
+        placement = _placed(candidate, flows, homes, health, nodes)
         load = port_time(schedule, placement, homes, health, nodes, flows)
         mean = mean_time(flows, homes, health, nodes)
         if load and fabric.nwires == 1:
@@ -199,6 +196,26 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
     if not candidate.is_among_nodes:  # only the expansion of a schedule needs its flows
         candidate = candidate._replace(flows=None)
     return Placed(candidate, placement, busy, mean * WHOLE, nlinks, load is not None)
+
+
+def _placed(
+    candidate: Candidate,
+    flows: Flows,
+    homes: Sequence[int],
+    health: Health,
+    nodes: Sequence[int],
+) -> Placement:
+    """Return the placement of the candidate's `edges`, and of all channels without any there."""
+    schedule, given = candidate.schedule, candidate.edges
+    channels = {edge[0] for edge in given}
+    if not given:
+        return place_edges(schedule, homes, health, nodes, flows)
+    found = placed_at(schedule, len(homes), given)
+    if len(channels) == schedule.nchannels:
+        return found
+    left = Flows(tuple(flow for flow in flows.flows if flow.channel not in channels), flows.unit)
+    others = place_edges(schedule, homes, health, nodes, left)
+    return found._replace(edges=(*found.edges, *others.edges))
 
 
 def _of_nodes(health: Health, nodes: Sequence[int]) -> Health:

@@ -92,6 +92,22 @@ def flows_of_dissemination(
     )
 
 
+def flows_of_prefix_doubling(nranks: int, nchannels: int, *, is_exclusive: bool) -> Flows:
+    """Return the flows of `scan.doubling`; each message carries the whole data of its channel."""
+    lowest = int(is_exclusive)
+    counts: dict[tuple[int, int], int] = {}
+    if is_exclusive:
+        counts = {(rank, rank + 1): 1 for rank in range(nranks - 1)}
+    distance = 1
+    while distance < nranks - lowest:
+        for rank in range(lowest, nranks - distance):
+            pair = rank, rank + distance
+            counts[pair] = counts.get(pair, 0) + 1
+        distance *= 2
+    flows = (Flow(c, *pair, count, 0) for c in range(nchannels) for pair, count in counts.items())
+    return Flows(tuple(flows), nchannels)
+
+
 def flows_of_trees(trees: Sequence[Sequence[int]]) -> Flows:
     """Return the flows of `tree.allreduce`: each edge carries its channel once in each direction.
 
@@ -146,6 +162,7 @@ __all__ = [
     "flows_of",
     "flows_of_cycle",
     "flows_of_dissemination",
+    "flows_of_prefix_doubling",
     "flows_of_rings",
     "flows_of_rooted_trees",
     "flows_of_trees",

@@ -31,6 +31,7 @@ from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planning.allreduce_registry import Candidate
 from r2ccl.planning.cost_model import Fabric, Placed
 from r2ccl.planning.edge_loads import Flow, Flows
+from r2ccl.planning.exchange_time import alltoall_time
 from r2ccl.planning.placement import (
     Edge,
     Placement,
@@ -68,21 +69,28 @@ def place_exchange(
     # carries much data, so there are more channels, each with less data.
     count = nchannels or (nwires if is_whole or nwires == 1 else 2 * nwires)
     schedule = _MAKERS[collective](n, root, count)
-    flows = flows_of_exchange(schedule)
-    if is_whole or fabric.nwires == 1 or len(flows.flows) > _MOST_EDGES_PLACED:
-        placement = _alike(schedule, width)
-    elif collective in PAIRWISE:
-        placement = _with_whole_parts(_in_proportion(schedule, flows, fabric, health), width)
+    npairs = n * (n - 1) // 2 if schedule.collective == "alltoall" else n - 1
+    is_alike = is_whole or fabric.nwires == 1 or npairs * count > _MOST_EDGES_PLACED
+    if is_alike and schedule.collective == "alltoall":
+        # The flows are too many to list them while a call waits: a million with 512 ranks.
+        placement = Placement(_turns(schedule, width), schedule.weights, spread=width)
+        load, mean = alltoall_time(count, fabric.homes, health, fabric.nodes)
     else:
-        placement = _with_whole_parts(
-            place_edges(schedule, fabric.homes, health, fabric.nodes, flows), width
-        )
-    load = port_time(schedule, placement, fabric.homes, health, fabric.nodes, flows)
-    mean = mean_time(flows, fabric.homes, health, fabric.nodes) * WHOLE
+        flows = flows_of_exchange(schedule)
+        if is_alike:
+            placement = _alike(schedule, width)
+        elif collective in PAIRWISE:
+            placement = _with_whole_parts(_in_proportion(schedule, flows, fabric, health), width)
+        else:
+            placement = _with_whole_parts(
+                place_edges(schedule, fabric.homes, health, fabric.nodes, flows), width
+            )
+        load = port_time(schedule, placement, fabric.homes, health, fabric.nodes, flows)
+        mean = mean_time(flows, fabric.homes, health, fabric.nodes)
     nlinks = (n - 1) * -(-count // width)
     busy = (load or Fraction(0)) * WHOLE
     candidate = Candidate("direct", schedule)  # kept per health, so without the flows
-    return Placed(candidate, placement, busy, mean, nlinks, load is not None)
+    return Placed(candidate, placement, busy, mean * WHOLE, nlinks, load is not None)
 
 
 def flows_of_exchange(schedule: Schedule) -> Flows:
@@ -104,11 +112,18 @@ def flows_of_exchange(schedule: Schedule) -> Flows:
 
 
 def _alike(schedule: Schedule, width: int) -> Placement:
-    """Place each channel on one rail for all pairs; spread undivided parts over all rails."""
-    channels = tuple(c * width + (c - 1) % width for c in range(1, schedule.nchannels))
-    pairs = {flow[1:3] for flow in flows_of_exchange(schedule).flows}
-    edges = tuple(Edge(0, low, high, (low + high) % width) for low, high in sorted(pairs))
-    return Placement((0, *channels), schedule.weights, edges)
+    """Place each channel on one rail for all pairs; spread undivided parts over all rails.
+
+    The schedule is a gather or scatter.
+    """
+    pairs = sorted({flow[1:3] for flow in flows_of_exchange(schedule).flows})
+    edges = tuple(Edge(0, low, high, (low + high) % width) for low, high in pairs)
+    return Placement(_turns(schedule, width), schedule.weights, edges)
+
+
+def _turns(schedule: Schedule, width: int) -> tuple[int, ...]:
+    """Return link channels that place channel c on home rail ``(c - 1) % width``."""
+    return (0, *(c * width + (c - 1) % width for c in range(1, schedule.nchannels)))
 
 
 def _in_proportion(schedule: Schedule, flows: Flows, fabric: Fabric, health: Health) -> Placement:

@@ -32,6 +32,9 @@ class Kept(dict[Key, Value]):
         self._most = most
         self._most_size = most_size
         self._sizes: dict[Key, int] = {}
+        #: Sum of `_sizes`. If two threads keep results at once, it may be inexact until the next
+        #: version of the health.
+        self._total = 0
         #: Newest version of the health in a key.
         self._newest = -1
 
@@ -44,25 +47,29 @@ class Kept(dict[Key, Value]):
             for other in list(self):
                 if other[0] < newest:
                     self._drop(other)
+            self._total = sum(list(self._sizes.values()))
+        self._drop(key)
         while self and (len(self) >= self._most or self._is_full(size)):
             self._drop(next(iter(self)))
         self[key] = value
         if self._most_size is not None:
             self._sizes[key] = size
+            self._total += size
         return value
 
     def clear(self) -> None:
         """Drop all results."""
         super().clear()
         self._sizes.clear()
+        self._total = 0
 
     def _is_full(self, size: int) -> bool:
         most = self._most_size
-        return most is not None and sum(list(self._sizes.values())) + size > most
+        return most is not None and self._total + size > most
 
     def _drop(self, key: Key) -> None:
         self.pop(key, None)
-        self._sizes.pop(key, None)
+        self._total -= self._sizes.pop(key, 0)
 
 
 __all__ = ["Kept"]

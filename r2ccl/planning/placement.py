@@ -57,19 +57,35 @@ class Placement(NamedTuple):
         Weight of each channel's share of the work.
     edges : tuple of Edge
         Edges with their own link channel, which overrides `channels`.
+    spread : int
+        If above 0, channel 0 has an edge between every two ranks, with the link channel ``(low +
+        high) % spread``; `edges` then has none of them, because they are too many. 0: `edges` has
+        all edges that have their own link channel.
     """
 
     channels: tuple[int, ...]
     weights: tuple[int, ...]
     edges: tuple[Edge, ...] = ()
+    spread: int = 0
 
-    def numbers(self, rank: int) -> dict[tuple[int, int], int]:
-        """Return the link channels of the `edges` of `rank`, by schedule channel and peer."""
+    def numbers(self, rank: int, nranks: int) -> dict[tuple[int, int], int]:
+        """Return the link channels of edges of `rank` that have their own, by channel and peer.
+
+        The channel is that of the schedule; `nranks` is the schedule's number of ranks.
+        """
         found = {}
+        if self.spread:
+            peers = (peer for peer in range(nranks) if peer != rank)
+            found = {(0, peer): self.number(0, rank, peer) for peer in peers}
         for channel, low, high, number in self.edges:
             if rank in (low, high):
                 found[channel, low + high - rank] = number
         return found
+
+    def number(self, channel: int, low: int, high: int) -> int:
+        """Return the link channel of an edge that is not in `edges`."""
+        is_spread = self.spread and channel == 0
+        return (low + high) % self.spread if is_spread else self.channels[channel]
 
     def packed(self, width: int) -> Placement:
         """Return the placement with the lowest link channels of each of `width` home rails.
@@ -232,6 +248,20 @@ def port_time(
     return Fraction(ports.busiest()[0]) / (_SCALE * carried.unit)
 
 
+def ports_of(homes: Sequence[int], health: Health, nodes: Sequence[int]) -> dict[int, list[int]]:
+    """Return the share of each node's port on each home rail, the least among the node's ranks.
+
+    `nodes` has the node of each rank.
+    """
+    rows: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        start = rank * health.nrails
+        row = [health.shares[start + rail] for rail in homes]
+        before = rows.get(node)
+        rows[node] = row if before is None else [*map(min, row, before)]
+    return rows
+
+
 def mean_time(
     flows: Flows, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
 ) -> Fraction:
@@ -277,12 +307,7 @@ class _Ports:
     def __init__(self, homes: Sequence[int], health: Health, nodes: Sequence[int]) -> None:
         self.width = len(homes)
         self._node_of = list(nodes) or list(range(health.nranks))
-        rows: dict[int, list[int]] = {}
-        for rank, node in enumerate(self._node_of):
-            start = rank * health.nrails
-            row = [health.shares[start + rail] for rail in homes]
-            before = rows.get(node)
-            rows[node] = row if before is None else [*map(min, row, before)]
+        rows = ports_of(homes, health, self._node_of)
         #: Share of each port, by node and home rail. `_scale` has the time of one unit of load.
         self.shares = rows
         self._scale = {
@@ -533,5 +558,6 @@ __all__ = [
     "place_edges",
     "placed_at",
     "port_time",
+    "ports_of",
     "ring_time",
 ]

@@ -393,7 +393,7 @@ class PlanCache:
         placement = choice.placement
         if self._packs_channels:
             placement = placement.packed(len(self.fabric.homes))
-        is_bulk = placement.edges and nbytes > self.fabric.inlet_nbytes
+        is_bulk = (placement.edges or placement.spread) and nbytes > self.fabric.inlet_nbytes
         whole_nbytes = self._whole_nbytes() if choice.name == "direct" else 0
         layout = lower(
             choice.schedule.program(self._rank),
@@ -404,7 +404,7 @@ class PlanCache:
             eager_nbytes=0 if is_bulk or whole_nbytes else self._config.eager_nbytes,
             weights=placement.weights,
             channels=placement.channels,
-            numbers=placement.numbers(self._rank),
+            numbers=placement.numbers(self._rank, self._nranks),
             parts=parts,
             whole_nbytes=whole_nbytes,
             announces_parts=call.collective in PAIRWISE,

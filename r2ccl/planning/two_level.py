@@ -147,7 +147,9 @@ class TwoLevelPlans:
         #: number of groups that use the first group's rails.
         self._first_share = Fraction(shares[0], sum(shares))
         self._nsharers = sum(self._divided[0][0] in homes for homes in self._divided)
-        self._kept: Kept[tuple[int, CallSignature, tuple[int, ...]], Division | None] = Kept(_KEPT)
+        self._kept: Kept[tuple[int, CallSignature, tuple[int, ...]], Division | None] = Kept(
+            _KEPT, _KEPT_SIZE
+        )
 
     def division(
         self, call: CallSignature, health: Health, sizes: tuple[int, ...] = ()
@@ -176,7 +178,8 @@ class TwoLevelPlans:
         try:  # another thread may drop the result between two look-ups
             return self._kept[key]
         except KeyError:
-            return self._kept.keep(key, self._divide(call, health, sizes))
+            found = self._divide(call, health, sizes)
+            return self._kept.keep(key, found, _size_of(found) + len(sizes))
 
     def is_bandwidth_sample(
         self, call: CallSignature, health: Health, op: int, division: Division
@@ -373,6 +376,12 @@ def _pieces(block: Range, nchunks: int, shares: Sequence[int], itemsize: int) ->
     ]
 
 
+def _size_of(division: Division | None) -> int:
+    """Return the number of ranges of a division, which take most of its memory."""
+    chunks = division.chunks if division else ()
+    return sum(1 + len(piece.parts) for chunk in chunks for piece in chunk)
+
+
 def divide_rails(fabric: Fabric, nlocal: int) -> list[tuple[int, ...]]:
     """Return the home rails of each of `nlocal` groups.
 
@@ -447,8 +456,11 @@ _LOCAL_STEPS = 1
 #: Two levels are preferred up to this multiple of the predicted time of one level, because
 #: predictions have about this error.
 _AS_GOOD = Fraction(102, 100)
-#: Maximum number of divisions kept.
+#: Maximum number of divisions kept, and maximum size of all together, in ranges and sizes of parts
+#: (75 to 120 bytes each, measured with tracemalloc). An allgather of unequal parts can have other
+#: sizes in every call.
 _KEPT = 1024
+_KEPT_SIZE = 1 << 18
 
 __all__ = [
     "COLLECTIVES",

@@ -126,7 +126,7 @@ def _chosen(
         eager_nbytes=config.eager_nbytes,
         weights=placement.weights,
         channels=placement.channels,
-        numbers=placement.numbers(rank),
+        numbers=placement.numbers(rank, health.nranks),
         parts=Parts(places, places),
         whole_nbytes=config.eager_nbytes if schedule.name == "direct" else 0,
         announces_parts=bool(spec.sizes),

@@ -8,6 +8,7 @@ from support.slow import slow_but
 
 from r2ccl.algos import scan
 from r2ccl.errors import InvalidArgument
+from r2ccl.planning.edge_loads import flows_of, flows_of_prefix_doubling
 from r2ccl.schedule.check import check
 from r2ccl.schedule.cost import measure
 from r2ccl.schedule.interpret import interpret
@@ -39,6 +40,14 @@ def test_doubling_takes_logarithmic_steps(n: int, inclusive: int, exclusive: int
     assert scan.doubling(n, is_exclusive=True).cost.steps == exclusive
     assert scan.chain(n).cost.steps == n - 1
     assert scan.chain(n).cost.sent == 1
+
+
+@pytest.mark.parametrize("is_exclusive", [False, True])
+@pytest.mark.parametrize("n", range(1, 18))
+def test_the_flows_of_doubling_are_those_of_its_ops(n: int, is_exclusive: bool) -> None:
+    counted = flows_of(scan.doubling(n, 2, is_exclusive=is_exclusive))
+    known = flows_of_prefix_doubling(n, 2, is_exclusive=is_exclusive)
+    assert (sorted(known.flows), known.unit) == (list(counted.flows), counted.unit)
 
 
 @pytest.mark.parametrize(("make", "is_exclusive"), FORMS)

@@ -39,6 +39,14 @@ def test_links_of_a_lost_rail_take_the_other() -> None:
     assert list(lost[2:]) == list(whole[2:])
 
 
+def test_undivided_parts_of_an_alltoall_take_all_rails() -> None:
+    cluster = ClusterShape(WHOLE, 1, RATES)
+    call = CallSignature(Collective.ALLTOALL, 0, ReduceOp.SUM, NBYTES)
+    choice = cluster.planner.plan(call, NBYTES, cluster.health)
+    src, dst = np.array([0, 0, 1]), np.array([1, 2, 2])
+    assert list(rails_of(choice, cluster.rows)(src, dst, src * 0)[0]) == [1, 0, 1]
+
+
 def test_a_lost_rail_makes_a_ring_slower() -> None:
     whole = simulate_choice(*ring_on(WHOLE), NBYTES)
     assert simulate_choice(*ring_on(LOST), NBYTES) > 1.4 * whole

@@ -106,7 +106,7 @@ def test_links_have_own_numbers_and_flows_are_those_of_the_ops(
         for channel, ops in enumerate(schedule.program(rank).channels):
             for op in ops:
                 if op.peer >= 0:
-                    number = placement.numbers(rank).get((channel, op.peer))
+                    number = placement.numbers(rank, len(rows)).get((channel, op.peer))
                     number = placement.channels[channel] if number is None else number
                     numbers.setdefault(channel, set()).add(number)
         used = [number for found in numbers.values() for number in found]

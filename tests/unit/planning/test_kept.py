@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from time import process_time
+
 import pytest
 from msgspec.structs import replace
 from support.healths import health
 
 from r2ccl.config import Config
-from r2ccl.planning import plan_cache
+from r2ccl.planning import plan_cache, planner, two_level
 from r2ccl.planning.cost_model import Fabric, Rates
 from r2ccl.planning.kept import Kept
 from r2ccl.planning.plan_cache import PlanCache
+from r2ccl.planning.two_level import TwoLevelPlans
 from r2ccl.schedule.chunks import Parts, consecutive
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 CALL = CallSignature(Collective.ALLTOALL, 10, ReduceOp.SUM, 1 << 20)
 
 
-def make() -> PlanCache:
-    return PlanCache(1, 4, Fabric(range(4), 4, (), Rates(20_000, 12 * 10**9)), Config())
+def make(nranks: int = 4) -> PlanCache:
+    return PlanCache(1, nranks, Fabric(range(4), 4, (), Rates(20_000, 12 * 10**9)), Config())
 
 
 def test_the_last_two_versions_are_kept() -> None:
@@ -42,6 +45,59 @@ def test_large_results_drop_more() -> None:
         if name == "e":
             assert list(kept.values()) == ["e"], "a result is kept whatever its size"
     assert list(kept.values()) == ["f", "g"]
+
+
+def test_results_kept_again_count_once() -> None:
+    kept: Kept[tuple[int, str], int] = Kept(8, 10)
+    for _ in range(5):
+        kept.keep((0, "a"), 1, 4)
+    kept.keep((0, "b"), 2, 4)
+    assert list(kept) == [(0, "a"), (0, "b")]
+    kept.clear()
+    assert kept.keep((0, "c"), 3, 8) == kept[0, "c"] == 3
+    kept.keep((0, "d"), 4, 2)
+    assert list(kept) == [(0, "c"), (0, "d")]
+
+
+def test_many_results_are_kept_in_a_time_per_result() -> None:
+    times = []
+    for count in (1000, 16_000):
+        kept: Kept[tuple[int, int], int] = Kept(1 << 20, 1 << 30)
+        began_s = process_time()
+        for number in range(count):
+            kept.keep((0, number), number, 1)
+        times.append(process_time() - began_s)
+    assert times[1] < 80 * times[0], "16 times the results; 256 times the sums of sizes"
+
+
+@pytest.mark.parametrize("collective", [Collective.BROADCAST, Collective.SCATTERV])
+def test_placements_of_many_roots_do_not_fill_memory(
+    collective: Collective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_KEPT_SIZE", 200)
+    plans, of = make(8), health(8, r1n0=0)
+    for root in range(8):
+        plans.choice_of(replace(CALL, collective=collective, root=root), of)
+    placed = plans._planner._placed
+    assert 1 <= len(placed) < 8
+    edges = sum(len(each.placement.edges) for found in placed.values() for each in found)
+    assert edges <= 200 or len(placed) == 1
+
+
+def test_divisions_of_other_sizes_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of an allgather can differ in every call."""
+    monkeypatch.setattr(two_level, "_KEPT_SIZE", 100)
+    fabric = Fabric(range(4), 4, (0, 0, 1, 1), Rates(20_000, 12 * 10**9))
+    plans = PlanCache(0, 4, fabric, Config())
+    divisions = TwoLevelPlans(0, [[0, 1], [2, 3]], plans, Config())
+    of = health()
+    for extra in range(50):
+        sizes = (1 << 20, (1 << 20) + extra, 1 << 20, 1 << 20)
+        call = replace(CALL, collective=Collective.ALLGATHER, count=sum(sizes))
+        found = divisions.division(call, of, sizes)
+        assert found is not None
+        assert divisions.division(call, of, sizes) is found
+    assert 1 <= len(divisions._kept) <= 10
 
 
 def test_calls_with_other_counts_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:

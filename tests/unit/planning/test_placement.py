@@ -154,8 +154,8 @@ def test_every_lane_has_links_of_its_own(shares: list[int], ntrees: int) -> None
     for edge in placement.edges:
         assert owners.setdefault(edge.number, edge.channel) == edge.channel
     for rank in range(3):
-        for (channel, peer), number in placement.numbers(rank).items():
-            assert placement.numbers(peer)[channel, rank] == number
+        for (channel, peer), number in placement.numbers(rank, 3).items():
+            assert placement.numbers(peer, 3)[channel, rank] == number
 
 
 def test_edges_need_a_home_too() -> None:
