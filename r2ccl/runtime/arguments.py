@@ -166,11 +166,12 @@ def reduce_scatter(x: Any, out: Any, op: Operation, rank: int, nranks: int) -> R
 def allgatherv(x: Any, out: Any, layout: Layout, rank: int, nranks: int) -> Request:
     """Validate the arguments of `Communicator.allgatherv`; return the call as a `Request`."""
     sizes, places = layout[0], _places(layout)
-    if len(set(sizes)) == 1 and places == consecutive(sizes):
-        return allgather(x, like_flat(x, sum(sizes)) if out is None else out, rank, nranks)
     source = view(x, writable=False)
     result = like_flat(x, _end(places)) if out is None else out
     output = _output(source, result)
+    is_equal = len(set(sizes)) == 1 and places == consecutive(sizes)
+    if is_equal and output.count == sum(sizes):
+        return allgather(x, result, rank, nranks)
     _require_room("out", output, places, is_disjoint=True)
     is_there = is_in_place(source, _part(output, places[rank]), whole_output=output)
     call = CallSignature(Collective.ALLGATHER, output.dtype_code, ReduceOp.SUM, sum(sizes))
