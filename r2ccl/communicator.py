@@ -1318,8 +1318,9 @@ class Communicator:
 
         ``str()`` of the result is a text for people. A peer's slices, or its answer to the desync
         check, tell this rank that the peer has called the collective. The desync check asks all
-        ranks for their last call. A collective starts it after ``R2CC_SUSPICION_TIMEOUT_S`` without
-        progress and, in any case, after half of ``R2CC_TIMEOUT_S``.
+        ranks for their last call, and finds ranks that made another call. A collective starts it
+        after ``R2CC_SUSPICION_TIMEOUT_S`` without progress and, in any case, after half of
+        ``R2CC_TIMEOUT_S``.
         """
         return self._engine.pending()
 

@@ -95,6 +95,19 @@ def test_ranks_that_pass_different_counts_are_told() -> None:
         assert "allgather(count=6, dtype=float64, counts=" in error
 
 
+@pytest.mark.parametrize("what", ["broadcast", "reduce", "gather", "scan"])
+@pytest.mark.parametrize("compiled", slow_but(["auto"], ["auto", "0"]))
+def test_ranks_that_wait_for_each_other_are_told(
+    what: str, compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("R2CC_COMPILED", compiled)
+    for error, took_s in launch(
+        partial(failure_programs.wait_for_each_other, what), 2, timeout_s=TIMEOUT_S
+    ):
+        assert error.startswith("InvalidArgument: call 2 differs between ranks: rank")
+        assert took_s < 5.0
+
+
 def test_a_communicator_is_usable_after_wrong_parts() -> None:
     launch(part_programs.usable_after_wrong_parts, 2, timeout_s=TIMEOUT_S)
 
