@@ -101,6 +101,8 @@ def usable_after_wrong_ops_roots_and_schedules(is_busy: bool) -> None:
             lambda: comm.reduce(x, root=0.5),  # type: ignore[arg-type]
             lambda: comm.allreduce(np.ones(4, complex), op=r2ccl.MAX),
             lambda: comm.allreduce(np.ones(4), op=int(r2ccl.SUM)),  # type: ignore[arg-type]
+            lambda: comm.run_schedule(x, whole),
+            lambda: comm.run_schedule(None, x),  # type: ignore[call-overload]
             lambda: comm.run_schedule(half, x),
             lambda: comm.run_schedule(half, x, async_op=True),
         ]
