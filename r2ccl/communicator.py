@@ -1373,6 +1373,8 @@ class Communicator:
             `close`, each within ``R2CC_INIT_TIMEOUT_S``; the message names the ranks. For a
             communicator made by `split` and the like, also if its messages did not end within
             ``R2CC_TIMEOUT_S``.
+        InvalidArgument
+            If another rank has called a collective that this rank has not; raised on every rank.
         NoHealthyRail, PeerLost, CommunicatorRevoked
             If the communicator failed during `close`.
         TransportError

@@ -24,6 +24,7 @@ from r2ccl.bootstrap.base import Post
 from r2ccl.errors import (
     CommunicatorRevoked,
     ConcurrentCalls,
+    InvalidArgument,
     R2cclError,
 )
 from r2ccl.failover.context import RankContext
@@ -749,6 +750,8 @@ class Engine:
         TransportTimeout
             If a peer does not confirm a slice, or a rank does not call this method, within
             ``R2CC_INIT_TIMEOUT_S``.
+        InvalidArgument
+            If another rank sends a slice of a collective that this rank has not called.
         R2cclError
             If the communicator has ended.
 
@@ -764,13 +767,30 @@ class Engine:
             self._links.drop_messages()
             self._links.confirm_all()
             self._progress.advance()
-            loop.wait(self, self._links.is_drained, self._patience(self.waits.for_confirmation))
+            patience = self._patience(self.waits.for_confirmation)
+            loop.wait(self, lambda: self._is_last() and self._links.is_drained(), patience)
             self._revocation.leave()
             patience = self._patience(self._pending_leave)
-            loop.wait(self, lambda: self._revocation.left >= peers, patience)
+            loop.wait(self, lambda: self._is_last() and self._revocation.left >= peers, patience)
             self._revocation.spread()
         finally:
             loop.release()
+
+    def _is_last(self) -> bool:
+        """Return whether no peer is known to have called a collective that this rank has not.
+
+        For `leave`: the peer would wait for this rank. If there is one, end the communicator.
+        """
+        rank, own = self._job.rank, self.op
+        for peer, op in self.waits.last_ops().items():
+            if op > own:
+                error = InvalidArgument(
+                    f"rank {rank} called close() after call {own}, but rank {peer} made call {op}: "
+                    "all ranks must make the same calls before close()"
+                )
+                self._revocation.revoke(Revoke("InvalidArgument", str(error), rank))
+                return False
+        return True
 
     def remove(self) -> None:
         """Leave a communicator that `derived` made; no call and no message may be in progress.

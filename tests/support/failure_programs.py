@@ -60,6 +60,20 @@ def wait_for_each_other(what: str) -> tuple[str, float]:
         return text, time.monotonic() - begin
 
 
+def close_before_the_last_call(count: int, shm: int) -> tuple[str, float]:
+    """Call `close` on rank 1 while rank 0 scatters; return the error, and its delay."""
+    begin, text = 0.0, "no error"
+    try:
+        with r2ccl.init(shm=shm) as comm:
+            comm.barrier()
+            begin = time.monotonic()
+            if comm.rank == 0:
+                comm.scatter(np.ones(2 * count))
+    except r2ccl.R2cclError as exc:
+        text = f"{type(exc).__name__}: {exc}"
+    return text, time.monotonic() - begin
+
+
 def usable_after_bad_arguments() -> list[str]:
     """Pass arguments that are refused before any I/O; check that the communicator still works."""
     read_only = np.ones(4)
