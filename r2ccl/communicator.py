@@ -1318,8 +1318,9 @@ class Communicator:
 
         ``str()`` of the result is a text for people. A peer's slices, or its answer to the desync
         check, tell this rank that the peer has called the collective. The desync check asks all
-        ranks for their last call. A collective starts it after ``R2CC_SUSPICION_TIMEOUT_S`` without
-        progress and, in any case, after half of ``R2CC_TIMEOUT_S``.
+        ranks for their last call, and finds ranks that made another call. A collective starts it
+        after ``R2CC_SUSPICION_TIMEOUT_S`` without progress and, in any case, after half of
+        ``R2CC_TIMEOUT_S``.
         """
         return self._engine.pending()
 
@@ -1372,6 +1373,8 @@ class Communicator:
             `close`, each within ``R2CC_INIT_TIMEOUT_S``; the message names the ranks. For a
             communicator made by `split` and the like, also if its messages did not end within
             ``R2CC_TIMEOUT_S``.
+        InvalidArgument
+            If another rank has called a collective that this rank has not; raised on every rank.
         NoHealthyRail, PeerLost, CommunicatorRevoked
             If the communicator failed during `close`.
         TransportError

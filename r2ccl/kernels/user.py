@@ -99,7 +99,7 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
         - a function compiled by Numba's ``njit`` with two parameters, which are scalars; it returns
           a scalar;
         - a Python function with two parameters, which are arrays, or a NumPy ufunc; it returns an
-          array;
+          array of their size;
         - a Python function, or one compiled by ``njit``, with three parameters, which are arrays;
           it writes to the last array.
 
@@ -194,7 +194,12 @@ def _by_slice(function: Any, dtype: np.dtype[Any]) -> Reducer:
         if has_out:
             function(*operands, result)
         else:
-            result[...] = function(*operands)
+            found = np.asarray(function(*operands))
+            if found.shape != result.shape:  # NumPy would broadcast one element to all
+                raise ValueError(
+                    f"the function returned shape {found.shape} for arrays of shape {result.shape}"
+                )
+            result[...] = found
         out.view(dtype)[:] = result
 
     return reduce_slices

@@ -15,6 +15,7 @@ checks that the dtype supports a `ReduceOp`, and `PlanCache` checks the ops of t
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
@@ -27,7 +28,7 @@ import numpy as np
 from r2ccl import kernels
 from r2ccl.dtypes import CODES, dtype_name, names, raw_dtype
 from r2ccl.errors import InvalidArgument
-from r2ccl.runtime.advice import misplaced, refused_op, refused_output
+from r2ccl.runtime.advice import misplaced, refused_op, refused_output, type_name
 from r2ccl.runtime.arrays.buffers import (
     Buffer,
     Extent,
@@ -39,6 +40,7 @@ from r2ccl.runtime.arrays.buffers import (
     like_part,
     part_of,
     refusal,
+    require_possible,
 )
 from r2ccl.runtime.arrays.cuda import (
     DeviceBuffer,
@@ -110,6 +112,11 @@ def allreduce(x: Any, out: Any, op: Operation, schedule: Schedule | None = None)
 
 def run_schedule(x: Any, out: Any, op: Operation, schedule: Schedule, nranks: int) -> Request:
     """Validate the arguments of `Communicator.run_schedule`; return the call as a `Request`."""
+    if not isinstance(schedule, Schedule):
+        raise InvalidArgument(
+            f"{type_name(schedule)} was given as the schedule, the first argument: pass one of "
+            "r2ccl.algos, or of r2ccl.schedule.build, and the array after it"
+        )
     if (schedule.collective, schedule.nranks) != ("allreduce", nranks):
         raise InvalidArgument(
             f"the schedule is for {schedule.collective} over {schedule.nranks} ranks: pass a "
@@ -171,11 +178,12 @@ def reduce_scatter(x: Any, out: Any, op: Operation, rank: int, nranks: int) -> R
 def allgatherv(x: Any, out: Any, layout: Layout, rank: int, nranks: int) -> Request:
     """Validate the arguments of `Communicator.allgatherv`; return the call as a `Request`."""
     sizes, places = layout[0], _places(layout)
-    if len(set(sizes)) == 1 and places == consecutive(sizes):
-        return allgather(x, like_flat(x, sum(sizes)) if out is None else out, rank, nranks)
     source = view(x, writable=False)
     result = like_flat(x, _end(places)) if out is None else out
     output = _output(source, result)
+    is_equal = len(set(sizes)) == 1 and places == consecutive(sizes)
+    if is_equal and output.count == sum(sizes):
+        return allgather(x, result, rank, nranks)
     _require_room("out", output, places, is_disjoint=True)
     is_there = is_in_place(source, _part(output, places[rank]), whole_output=output)
     call = CallSignature(Collective.ALLGATHER, output.dtype_code, ReduceOp.SUM, sum(sizes))
@@ -537,6 +545,7 @@ def form_of(shape: Any, dtype: Any, like: Any) -> tuple[tuple[int, ...], np.dtyp
         raise InvalidArgument(f"shape={shape!r}; allowed are integers of 0 or more")
     if kind not in CODES:
         raise InvalidArgument(f"dtype={kind}; allowed are {names()}")
+    require_possible(math.prod(sizes))
     return sizes, kind
 
 

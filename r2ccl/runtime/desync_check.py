@@ -1,12 +1,13 @@
 """Desync check: finds the ranks that have not called the collective in which this rank waits.
 
-Slices carry the number of the sender's collective, but a rank exchanges slices only with some other
-ranks. The first rank whose call makes no progress therefore asks all ranks: it sends the number of
+Slices carry the number and the signature of the sender's collective, but a rank exchanges slices
+only with some other ranks, and ranks that wait for each other in different collectives exchange
+none. The first rank whose call makes no progress therefore asks all ranks: it sends the number of
 its collective to its neighbors in the overlay network, which pass the number on. Each rank answers
-its neighbors with the number of the last collective that it has called, and answers again after
-each call until it has called the collective asked for. Answers are passed on to all ranks, several
-in one message. No messages are sent while calls make progress, unless half of a call's timeout has
-passed.
+its neighbors with the number and the signature of the last collective that it has called, and
+answers again after each call until it has called the collective asked for. Answers are passed on to
+all ranks, several in one message. No messages are sent while calls make progress, unless half of a
+call's timeout has passed.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ class Calling(msgspec.Struct, frozen=True, tag="calling"):
     """Control message: asks which ranks have not called collective ``op``; carries reports.
 
     ``op`` is the highest number of a collective in which, as far as the sender knows, a rank waits.
-    ``last`` has the reports: pairs of a rank and the number of the last collective that the rank
-    has called.
+    ``last`` has the reports: a rank, the number of the last collective that the rank has called,
+    and the packed signature of this collective, or None if the rank does not know it any more.
     """
 
     op: int
-    last: tuple[tuple[int, int], ...]
+    last: tuple[tuple[int, int, int | None], ...]
 
 
 class DesyncCheck:
@@ -53,37 +54,41 @@ class DesyncCheck:
         self._rank = rank
         self._patience_s = patience_s
         self._control = control
-        #: Number of the last collective that this rank has reported, or will report, as called.
+        #: Signatures of these collectives; None: not known.
+        self._signatures: dict[int, int | None] = dict.fromkeys(self.said)
+        #: Number of the last collective that this rank has reported, or will report, as called, and
+        #: its signature.
         self._own = 0
+        self._own_signature: int | None = None
         #: Ranks whose last report this rank has not passed on.
         self._unspread: set[int] = set()
         #: Collective and activity at `_quiet_since_s`, the time of the last progress.
         self._mark = (0, 0)
         self._quiet_since_s = 0.0
 
-    def on_calling(self, message: Calling, op: int) -> None:
+    def on_calling(self, message: Calling, op: int, signature: int | None) -> None:
         """Store the reports of a neighbor; if its question is new, pass the question on.
 
-        `op` is the last collective that this rank has called.
+        `op` is the last collective that this rank has called, and `signature` its signature.
         """
-        for rank, theirs in message.last:
+        for rank, theirs, what in message.last:
             if theirs > self.said.get(rank, theirs):
-                self.said[rank] = theirs
+                self.said[rank], self._signatures[rank] = theirs, what
                 self._unspread.add(rank)
         if message.op > self.asked_op:
-            self._ask(message.op, op)
+            self._ask(message.op, op, signature)
 
-    def called(self, op: int) -> None:
+    def called(self, op: int, signature: int) -> None:
         """Record that this rank has called `op` (at most `asked_op`); `spread` will report it."""
-        self._own = op
+        self._own, self._own_signature = op, signature
         self._unspread.add(self._rank)
 
-    def answer(self, op: int) -> None:
+    def answer(self, op: int, signature: int) -> None:
         """Call `called` if a rank has asked for `op` or a later call, and `op` is not reported."""
         if self._own < op <= self.asked_op:
-            self.called(op)
+            self.called(op, signature)
 
-    def look(self, now: float, op: int, activity: int, is_late: bool) -> None:
+    def look(self, now: float, op: int, signature: int, activity: int, is_late: bool) -> None:
         """Ask all ranks for their last collective, once a call is late or makes no progress.
 
         Do nothing if a rank has already asked for collective `op` or a later one.
@@ -92,8 +97,8 @@ class DesyncCheck:
         ----------
         now : float
             Reading of the clock, in seconds.
-        op : int
-            Number of the collective that this rank waits in.
+        op, signature : int
+            Number and packed signature of the collective that this rank waits in.
         activity : int
             Counter of events on this rank's paths; an unchanged count means no progress.
         is_late : bool
@@ -106,7 +111,7 @@ class DesyncCheck:
             self._mark = (op, activity)
             self._quiet_since_s = now
         if is_late or now - self._quiet_since_s >= self._patience_s:
-            self._ask(op, op)
+            self._ask(op, op, signature)
 
     def spread(self) -> None:
         """Send this rank's new report to all neighbors, and pass on new reports of other ranks.
@@ -119,17 +124,17 @@ class DesyncCheck:
             return
         for peer in self._control.neighbors:
             unheard = without_session(news - {self._rank}, peer, len(self.said) + 1)
-            last = [(rank, self.said[rank]) for rank in unheard]
+            last = [(rank, self.said[rank], self._signatures[rank]) for rank in unheard]
             if self._rank in news:
-                last.append((self._rank, self._own))
+                last.append((self._rank, self._own, self._own_signature))
             if last:
                 self._control.send(peer, Calling(self.asked_op, tuple(last)))
 
-    def _ask(self, asked_op: int, op: int) -> None:
+    def _ask(self, asked_op: int, op: int, signature: int | None) -> None:
         """Ask all neighbors for `asked_op`; tell them `op`, this rank's last collective."""
         self.asked_op = asked_op
-        self._own = op
-        self._control.gossip(Calling(asked_op, ((self._rank, op),)))
+        self._own, self._own_signature = op, signature
+        self._control.gossip(Calling(asked_op, ((self._rank, op, signature),)))
 
 
 __all__ = ["Calling", "DesyncCheck"]

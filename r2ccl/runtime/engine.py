@@ -24,6 +24,7 @@ from r2ccl.bootstrap.base import Post
 from r2ccl.errors import (
     CommunicatorRevoked,
     ConcurrentCalls,
+    InvalidArgument,
     R2cclError,
 )
 from r2ccl.failover.context import RankContext
@@ -41,7 +42,7 @@ from r2ccl.runtime.exclusion import Exclusions
 from r2ccl.runtime.executor import HostLanes, LaneRun, are_done, begin_lanes
 from r2ccl.runtime.messages.messenger import Messenger
 from r2ccl.runtime.patience import Caller, Patience, revoked, without_frames
-from r2ccl.runtime.progress import Computer, describe
+from r2ccl.runtime.progress import Computer, describe, difference, is_other_call
 from r2ccl.runtime.reports import Reports
 from r2ccl.runtime.staged_call import StagedCall, words_of
 from r2ccl.runtime.status import Operation, Pending
@@ -295,11 +296,29 @@ class Engine:
         if isinstance(message, Calling):
             # The last call may run in shared memory, where peers see whether this rank takes
             # part; all earlier calls have ended.
-            self._desync.on_calling(message, max(self._calls.op, self.op - 1))
+            op = max(self._calls.op, self.op - 1)
+            self._desync.on_calling(message, op, self._signature_of(op))
+            self._compare(message)
         elif isinstance(message, Closing):
             self._note_closed(peer)
         elif self._agreement is not None and self._revocation.error is None:
             self._agreement.on_message(peer, message)
+
+    def _signature_of(self, op: int) -> int | None:
+        """Return the packed signature of collective `op` of this rank; None if it is not known."""
+        if op and op == self.waits.local_op:
+            return self.waits.local_signature
+        return self._calls.signatures.get(op)
+
+    def _compare(self, message: Calling) -> None:
+        """End the communicator if a rank reports a collective that this rank called differently."""
+        for rank, op, theirs in message.last:
+            mine, members = self._signature_of(op), self.context.members
+            if mine is None or theirs is None or rank not in self._desync.said:
+                continue
+            if is_other_call(mine, theirs):
+                error = difference(op, self._job.rank, members[rank], mine, theirs)
+                self._revocation.revoke(Revoke("InvalidArgument", str(error), self._job.rank))
 
     def on_path(self, peer: int, rail: int, epoch: int, sock: Any) -> None:
         """Add an authenticated connection of `peer` as epoch `epoch` of the path on `rail`."""
@@ -336,12 +355,13 @@ class Engine:
         if self._runs and waiting is not None:
             activity = sum(path.activity for path in self._links.paths.values())
             is_late = now >= self.since_s + waiting.timeout_s / 2
-            self._desync.look(now, self._calls.op, activity, is_late)
+            self._desync.look(now, self._calls.op, self._calls.signature, activity, is_late)
         elif self.waits.local_op and waiting is not None:
             is_late = now >= self.since_s + waiting.timeout_s / 2
-            self._desync.look(now, self.waits.local_op, 0, is_late)
+            op, signature = self.waits.local_op, self.waits.local_signature
+            self._desync.look(now, op, signature, 0, is_late)
             if self.waits.is_local_part:
-                self._desync.answer(self.waits.local_op)
+                self._desync.answer(op, signature)
         self._desync.spread()
 
     def adopt(self, health: Health) -> None:
@@ -489,7 +509,7 @@ class Engine:
                 if computer is not None or calls.ahead:
                     progress.begin(calls, computer)
                 if calls.op <= self._desync.asked_op:
-                    self._desync.called(calls.op)
+                    self._desync.called(calls.op, plan.signature)
                 if self._revocation.error is not None:
                     self.check()
                 runs: Sequence[LaneRun] | None = None
@@ -726,6 +746,8 @@ class Engine:
         TransportTimeout
             If a peer does not confirm a slice, or a rank does not call this method, within
             ``R2CC_INIT_TIMEOUT_S``.
+        InvalidArgument
+            If another rank sends a slice of a collective that this rank has not called.
         R2cclError
             If the communicator has ended.
 
@@ -741,13 +763,30 @@ class Engine:
             self._links.drop_messages()
             self._links.confirm_all()
             self._progress.advance()
-            loop.wait(self, self._links.is_drained, self._patience(self.waits.for_confirmation))
+            patience = self._patience(self.waits.for_confirmation)
+            loop.wait(self, lambda: self._is_last() and self._links.is_drained(), patience)
             self._revocation.leave()
             patience = self._patience(self._pending_leave)
-            loop.wait(self, lambda: self._revocation.left >= peers, patience)
+            loop.wait(self, lambda: self._is_last() and self._revocation.left >= peers, patience)
             self._revocation.spread()
         finally:
             loop.release()
+
+    def _is_last(self) -> bool:
+        """Return whether no peer is known to have called a collective that this rank has not.
+
+        For `leave`: the peer would wait for this rank. If there is one, end the communicator.
+        """
+        rank, own = self._job.rank, self.op
+        for peer, op in self.waits.last_ops().items():
+            if op > own:
+                error = InvalidArgument(
+                    f"rank {rank} called close() after call {own}, but rank {peer} made call {op}: "
+                    "all ranks must make the same calls before close()"
+                )
+                self._revocation.revoke(Revoke("InvalidArgument", str(error), rank))
+                return False
+        return True
 
     def remove(self) -> None:
         """Leave a communicator that `derived` made; no call and no message may be in progress.

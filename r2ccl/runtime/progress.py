@@ -385,6 +385,15 @@ def _with_count_of(signature: int, other: int) -> int:
     return msgspec.structs.replace(CallSignature.unpack(signature), count=count).pack()
 
 
+def is_other_call(signature: int, other: int) -> bool:
+    """Return whether two packed signatures differ in more than the count.
+
+    The counts of ranks that exchange no slices may differ: each GPU of a node sums another part of
+    the data with the same GPU of other nodes.
+    """
+    return _with_count_of(signature, other) != other
+
+
 def describe(signature: int) -> str:
     """Return a packed call signature as text, such as ``allreduce(count=8, ...)``."""
     call = CallSignature.unpack(signature)
@@ -413,4 +422,4 @@ def difference(op: int, rank: int, peer: int, mine: int, theirs: int) -> Invalid
     )
 
 
-__all__ = ["Computer", "Progress", "describe", "difference"]
+__all__ = ["Computer", "Progress", "describe", "difference", "is_other_call"]

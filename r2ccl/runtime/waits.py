@@ -63,6 +63,8 @@ class Waits:
         self._desync = desync
         #: Number of the call in shared memory that waits for a late peer; 0: none does.
         self.local_op = 0
+        #: Packed signature of that call.
+        self.local_signature = 0
         #: True if ranks of other hosts take part in that call, but not in the wait.
         self.is_local_part = False
         self._late = SlowRecords()
@@ -177,7 +179,8 @@ class Waits:
         deadline = caller.since_s + patience.timeout_s
         say_s = caller.since_s + self._suspicion_timeout_s
         caller.waiting = patience
-        self.local_op, self.is_local_part = op, is_part
+        # The number last: a report of the call is then made with its own signature.
+        self.local_signature, self.is_local_part, self.local_op = signature, is_part, op
         try:
             while not resume():
                 if loop.error is not None:

@@ -95,6 +95,29 @@ def test_ranks_that_pass_different_counts_are_told() -> None:
         assert "allgather(count=6, dtype=float64, counts=" in error
 
 
+@pytest.mark.parametrize("what", ["broadcast", "reduce", "gather", "scan"])
+@pytest.mark.parametrize("compiled", slow_but(["auto"], ["auto", "0"]))
+def test_ranks_that_wait_for_each_other_are_told(
+    what: str, compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("R2CC_COMPILED", compiled)
+    for error, took_s in launch(
+        partial(failure_programs.wait_for_each_other, what), 2, timeout_s=TIMEOUT_S
+    ):
+        assert error.startswith("InvalidArgument: call 2 differs between ranks: rank")
+        assert took_s < 5.0
+
+
+@pytest.mark.parametrize(("count", "shm"), [(3, 0), (100_000, 0), (100_000, 1)])
+def test_a_rank_that_closes_too_early_is_told(count: int, shm: int) -> None:
+    run = partial(failure_programs.close_before_the_last_call, count, shm)
+    for error, took_s in launch(run, 2, timeout_s=TIMEOUT_S):
+        assert "rank 1 called close() after call" in error
+        assert "but rank 0 made call" in error
+        assert error.startswith("InvalidArgument: rank 1")
+        assert took_s < 5.0
+
+
 def test_a_communicator_is_usable_after_wrong_parts() -> None:
     launch(part_programs.usable_after_wrong_parts, 2, timeout_s=TIMEOUT_S)
 

@@ -40,6 +40,40 @@ def disagree(calls: tuple[tuple[int, str, str], ...]) -> tuple[str, float]:
         return text, time.monotonic() - begin  # close() waits until every rank knows the cause
 
 
+def wait_for_each_other(what: str) -> tuple[str, float]:
+    """Let every rank wait for another one in another call; return the error, and its delay."""
+    with r2ccl.init(shm=0) as comm:
+        x, rank, other = np.ones(4), comm.rank, (comm.rank + 1) % comm.nranks
+        calls: dict[str, Callable[[], Any]] = {
+            "broadcast": lambda: comm.broadcast(x, root=other),
+            "reduce": lambda: comm.reduce(x, root=rank),
+            "gather": lambda: comm.scatter(None, x) if rank else comm.gather(x),
+            "scan": lambda: comm.scan(x) if rank else comm.broadcast(x, root=1),
+        }
+        comm.barrier()
+        begin = time.monotonic()
+        try:
+            calls[what]()
+            comm.barrier()
+        except r2ccl.R2cclError as exc:
+            text = f"{type(exc).__name__}: {exc}"
+        return text, time.monotonic() - begin
+
+
+def close_before_the_last_call(count: int, shm: int) -> tuple[str, float]:
+    """Call `close` on rank 1 while rank 0 scatters; return the error, and its delay."""
+    begin, text = 0.0, "no error"
+    try:
+        with r2ccl.init(shm=shm) as comm:
+            comm.barrier()
+            begin = time.monotonic()
+            if comm.rank == 0:
+                comm.scatter(np.ones(2 * count))
+    except r2ccl.R2cclError as exc:
+        text = f"{type(exc).__name__}: {exc}"
+    return text, time.monotonic() - begin
+
+
 def usable_after_bad_arguments() -> list[str]:
     """Pass arguments that are refused before any I/O; check that the communicator still works."""
     read_only = np.ones(4)
@@ -81,6 +115,8 @@ def usable_after_wrong_ops_roots_and_schedules(is_busy: bool) -> None:
             lambda: comm.reduce(x, root=0.5),  # type: ignore[arg-type]
             lambda: comm.allreduce(np.ones(4, complex), op=r2ccl.MAX),
             lambda: comm.allreduce(np.ones(4), op=int(r2ccl.SUM)),  # type: ignore[arg-type]
+            lambda: comm.run_schedule(x, whole),
+            lambda: comm.run_schedule(None, x),  # type: ignore[call-overload]
             lambda: comm.run_schedule(half, x),
             lambda: comm.run_schedule(half, x, async_op=True),
         ]

@@ -96,6 +96,7 @@ class Calls(Generic[_C]):
         """
         assert op >= self.op
         self.op = op
+        self.signatures.clear()  # of another communicator
         self.ahead = {number: seen for number, seen in self.ahead.items() if number > op}
         self.seen = {peer: number for peer, number in self.seen.items() if number > op}
 

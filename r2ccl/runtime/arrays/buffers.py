@@ -40,6 +40,9 @@ _HOST_DEVICES = (1, 3, 11)
 #: Numbers of the types of ml_dtypes, by the names of torch's dtypes.
 _TORCH_EXTENSIONS = {f"torch.{name}": code for code, name in EXTENSIONS.items()}
 
+#: Maximum number of elements of an array; the largest elements have 16 bytes.
+_MOST_ELEMENTS = (1 << 59) - 1
+
 _ALLOWED = (
     "allowed are NumPy arrays, objects with the buffer protocol and host tensors with DLPack, "
     "C-contiguous, of dtype "
@@ -165,10 +168,26 @@ def like_flat(x: Any, count: int) -> Any:
     Raises
     ------
     InvalidArgument
-        As for `like`.
+        As for `like`, or if no array can have as many elements.
     """
     _shape(x)
+    require_possible(count)
     return _empty_like(x, (count,))
+
+
+def require_possible(count: int) -> None:
+    """Check that an array of `count` elements, of any dtype, has less than 2^63 bytes.
+
+    Raises
+    ------
+    InvalidArgument
+        If it could have more.
+    """
+    if count > _MOST_ELEMENTS:
+        raise InvalidArgument(
+            f"no array can have {count} elements: pass other counts and displacements, or another "
+            "shape"
+        )
 
 
 def part_of(whole: AnyBuffer, part: int, nparts: int) -> AnyBuffer:
@@ -361,4 +380,5 @@ __all__ = [
     "like_part",
     "part_of",
     "refusal",
+    "require_possible",
 ]

@@ -148,9 +148,21 @@ def failing(left: Array, right: Array) -> Array:
     raise ZeroDivisionError("on purpose")
 
 
+def one_number(left: Array, right: Array) -> Any:
+    return max(left.max(initial=0), right.max(initial=0))
+
+
+def test_a_result_of_another_size_is_no_result() -> None:
+    reduce = user_op(lambda left, right: (left + right)[:1], name="first").reducer(7)
+    x = np.ones(3, np.float32)
+    with pytest.raises(ValueError, match=r"returned shape \(1,\) for arrays of shape \(3,\)"):
+        reduce(x, x, np.empty_like(x))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: user_op(one_number).reducer(7), r"\(one_number\) .*: the function returned shape"),
         (lambda: user_op(3), r"user_op\(3\): pass a Python function"),  # type: ignore[arg-type]
         (lambda: user_op(print), "user_op.*print.*: pass a Python function"),
         (lambda: user_op(lambda a: a, name="one"), r"user_op\(one\): .*two parameters, or three"),

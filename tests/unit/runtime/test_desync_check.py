@@ -10,6 +10,11 @@ from r2ccl.bootstrap.overlay import neighbors
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
 
 
+def signature(op: int) -> int | None:
+    """Return the signature of collective `op`, equal on all ranks; of none without collectives."""
+    return 100 + op if op else None
+
+
 class Control:
     """Control plane of one rank, whose messages arrive when the test says so."""
 
@@ -45,11 +50,12 @@ class Ranks:
         for rank in ranks:
             self.ops[rank] += 1
             if self.ops[rank] <= self.checks[rank].asked_op:
-                self.checks[rank].called(self.ops[rank])
+                self.checks[rank].called(self.ops[rank], signature(self.ops[rank]))
         self.settle()
 
     def look(self, rank: int, now: float, activity: int = 0, *, is_late: bool = False) -> None:
-        self.checks[rank].look(now, self.ops[rank], activity, is_late)
+        op = self.ops[rank]
+        self.checks[rank].look(now, op, signature(op), activity, is_late)
         self.settle()
 
     def ask(self, rank: int) -> None:
@@ -62,7 +68,8 @@ class Ranks:
             while self.queue:
                 sender, receiver, message = self.queue.popleft()
                 self.sent.append((sender, receiver, message))
-                self.checks[receiver].on_calling(message, self.ops[receiver])
+                op = self.ops[receiver]
+                self.checks[receiver].on_calling(message, op, signature(op))
             for check in self.checks:
                 check.spread()
             if not self.queue:
@@ -72,6 +79,17 @@ class Ranks:
         """Return the last collective of every rank as `rank` knows it."""
         said = {**self.checks[rank].said, rank: self.ops[rank]}
         return [said[peer] for peer in range(self.nranks)]
+
+
+def test_every_report_has_the_signature_of_its_call() -> None:
+    ranks = Ranks(9)
+    ranks.ops = [3, 1] + [3] * 7
+    ranks.ask(0)
+    ranks.call(1)
+    ranks.call(1)
+    reports = {report for *_, message in ranks.sent for report in message.last}
+    assert {op for _, op, _ in reports} == {1, 2, 3}
+    assert all(what == signature(op) for _, op, what in reports)
 
 
 def test_nothing_is_said_while_calls_make_progress() -> None:
@@ -120,9 +138,9 @@ def test_ranks_that_stall_together_ask_one_question() -> None:
     ranks = Ranks(9)
     ranks.call(*range(8))
     for rank in range(8):
-        ranks.checks[rank].look(0.0, 1, 0, False)
+        ranks.checks[rank].look(0.0, 1, signature(1), 0, False)
     for rank in range(8):
-        ranks.checks[rank].look(0.6, 1, 0, False)
+        ranks.checks[rank].look(0.6, 1, signature(1), 0, False)
     ranks.settle()
     assert all(ranks.known(rank) == ranks.ops for rank in range(9))
     assert len(ranks.sent) < 9 * 9 * 4
@@ -149,5 +167,5 @@ def test_a_late_call_asks_whatever_happens_on_its_paths() -> None:
 
 def test_a_rank_that_does_not_exist_is_ignored() -> None:
     ranks = Ranks()
-    ranks.checks[0].on_calling(Calling(1, ((7, 9), (1, 1))), 0)
+    ranks.checks[0].on_calling(Calling(1, ((7, 9, None), (1, 1, None))), 0, None)
     assert ranks.checks[0].said == {1: 1, 2: 0}

@@ -16,7 +16,7 @@ from support.datapaths import DataPath
 from r2ccl.algos import ring
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.config import Config
-from r2ccl.errors import PeerLost, TransportTimeout
+from r2ccl.errors import InvalidArgument, PeerLost, TransportTimeout
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.health.driver import Known
 from r2ccl.failover.health.table import Health
@@ -35,7 +35,8 @@ from r2ccl.transport.base import Event, Failed
 from r2ccl.types import CallSignature, Collective, Nic, PathKey, ReduceOp
 
 COUNT = 30_000
-SIGNATURE = CallSignature(Collective.ALLREDUCE, 7, ReduceOp.SUM, COUNT).pack()
+CALL = CallSignature(Collective.ALLREDUCE, 7, ReduceOp.SUM, COUNT)
+SIGNATURE = CALL.pack()
 NICS = (Nic("eth0", "10.0.0.1", 2, 100_000), Nic("eth1", "10.1.0.1", 3, 100_000))
 
 
@@ -90,7 +91,7 @@ class Control:
         self.sent.append((-1, message))
         if isinstance(message, Calling):
             for peer in self.joined:
-                self.answer(peer, Calling(message.op, ((peer, message.op),)))
+                self.answer(peer, Calling(message.op, ((peer, message.op, None),)))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args: None
@@ -236,18 +237,36 @@ def test_all_ranks_are_asked_once() -> None:
     with pytest.raises(TransportTimeout):
         world.call()
     asked = [message for _, message in world.control.sent if isinstance(message, Calling)]
-    assert asked == [Calling(1, ((0, 1),))]
+    assert asked == [Calling(1, ((0, 1, SIGNATURE),))]
 
 
 def test_an_answer_comes_before_and_after_the_call() -> None:
     world = ready()
-    world.engine.on_message(1, Calling(1, ((1, 1),)))
-    assert world.control.sent == [(-1, Calling(1, ((0, 0),)))]
+    world.engine.on_message(1, Calling(1, ((1, 1, SIGNATURE),)))
+    assert world.control.sent == [(-1, Calling(1, ((0, 0, None),)))]
     world.join(1)
     world.join(2)
     world.call()
     world.engine.on_tick(0.0)
-    assert world.control.sent[1:] == [(1, Calling(1, ((0, 1),))), (2, Calling(1, ((0, 1),)))]
+    answer = Calling(1, ((0, 1, SIGNATURE),))
+    assert world.control.sent[1:] == [(1, answer), (2, answer)]
+
+
+@pytest.mark.parametrize(
+    ("collective", "count", "differs"),
+    [("ALLREDUCE", COUNT, False), ("ALLREDUCE", COUNT - 1, False), ("SCAN", COUNT, True)],
+)
+def test_a_report_of_another_call_ends_the_wait(collective: str, count: int, differs: bool) -> None:
+    """The count may differ: in an allreduce of GPUs, ranks of a node sum parts of the data."""
+    theirs = msgspec.structs.replace(CALL, collective=Collective[collective], count=count).pack()
+    world = ready(2)
+    world.control.joined = {1}
+    world.control.answer = lambda peer, message: world.engine.on_message(
+        peer, Calling(1, ((peer, 1, theirs),))
+    )
+    error = InvalidArgument if differs else TransportTimeout
+    with pytest.raises(error, match=r"rank 1 called scan\(" if differs else "gave up after"):
+        world.call()
 
 
 def test_init_names_the_ranks_it_has_no_path_to() -> None:

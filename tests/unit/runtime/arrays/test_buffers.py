@@ -51,6 +51,15 @@ def test_empty_refuses_what_is_no_dtype(dtype: Any) -> None:
         arguments.form_of(3, dtype, None)
 
 
+@pytest.mark.parametrize("shape", [1 << 62, 1 << 70, (1 << 40, 1 << 40)])
+def test_no_array_is_larger_than_memory_can_be(shape: Any) -> None:
+    with pytest.raises(InvalidArgument, match="no array can have"):
+        arguments.form_of(shape, None, None)
+    x, displs = np.ones(1), (0, 1 << 62)
+    with pytest.raises(InvalidArgument, match="no array can have"):
+        arguments.allgatherv(x, None, ((1, 1), displs), 0, 2)
+
+
 @pytest.mark.parametrize("value", ["f4", "f8", "i4", "i8"])
 def test_pairs_are_viewed_as_bytes_of_whole_elements(value: str) -> None:
     x = np.zeros((3, 4), pair_dtype(value))
