@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pkgutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -44,7 +45,7 @@ from r2ccl.gpu.hardware import CudaHardware
 from r2ccl.runtime.contexts import InContext
 from r2ccl.runtime.desync_check import Calling
 from r2ccl.runtime.job import Job
-from r2ccl.runtime.signal_dump import require_main_thread
+from r2ccl.runtime.signal_dump import SignalDump, require_main_thread, write_line
 from r2ccl.topology.hcas import GidFinder, Hca, list_hcas, select_hcas
 from r2ccl.topology.interfaces import discover
 from r2ccl.topology.names import NameFilter
@@ -144,7 +145,7 @@ def init(
             rdma_names=[hca.netdev for hca in hcas],
         )
 
-    with _exhaustion_explained(f"process {os.getpid()}"):
+    with _exhaustion_explained(f"process {os.getpid()}"), _dump_signal_answered(config):
         control = bootstrap.connect(
             config,
             codec=_CODEC,
@@ -188,6 +189,23 @@ def _exhaustion_explained(who: str) -> Iterator[None]:
             f"{who}: init() ran out of an operating system resource: {describe_os_error(exc)}",
             status=errno_name(exc),
         ) from exc
+
+
+@contextmanager
+def _dump_signal_answered(config: Config) -> Iterator[None]:
+    """Answer ``R2CC_DUMP_SIGNAL`` while there is no status: it would end the process."""
+    if not config.dump_signal:
+        yield
+        return
+    text = (
+        f"r2ccl: process {os.getpid()} waits in init() for the other ranks and has no status yet: "
+        "rank 0 logs which are missing"
+    )
+    answer = SignalDump(signal.Signals[config.dump_signal], lambda: write_line(text, ""))
+    try:
+        yield
+    finally:
+        answer.close()
 
 
 def _assemble(

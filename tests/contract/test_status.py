@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,15 @@ def test_a_signal_in_mid_call_dumps_the_status_and_no_more(tmp_path: Path) -> No
     assert {wait.peer for wait in read.pending.waits} == {1}
     assert sum(path.nbytes_sent for path in read.paths) >= 1 << 20
     assert not (tmp_path / "1.json").exists()
+
+
+def test_a_signal_before_there_is_a_status_ends_no_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = functools.partial(status_programs.signalled_in_init, str(tmp_path))
+    assert launch(run, 2, timeout_s=TIMEOUT_S) == [(False, True)] * 2
+    [line] = re.findall(r"r2ccl: process \d+ waits in init\(\) .*", capfd.readouterr().err)
+    assert line.endswith("rank 0 logs which are missing")
 
 
 def test_no_signal_is_taken_without_being_asked_and_none_is_kept() -> None:

@@ -74,6 +74,27 @@ def dumped_by_signal(folder: str) -> tuple[str, bool]:
         return text, bool((x == comm.nranks**2).all())
 
 
+def signalled_in_init(folder: str) -> tuple[bool, bool]:
+    """Signal rank 0 while `init` waits for rank 1, and again once it has a status to dump."""
+    go = Path(folder, "go")
+
+    def ask() -> None:
+        until(lambda: signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL, "init() handles it")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        go.touch()
+
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=ask).start()
+    else:
+        until(go.exists, "rank 0 has got the signal")
+    file = Path(folder, f"{os.environ['RANK']}.json")
+    with r2ccl.init(dump_signal="SIGUSR1", dump_file=str(file)):
+        was_dumped = file.exists()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until(file.exists, "the dump is there")
+    return was_dumped, signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
 def handler_after_close() -> list[bool]:
     """Return whether the signal's handler is the program's, except while a dump is requested.
 
