@@ -73,7 +73,9 @@ def killed_in_a_backward_pass() -> None:
         if step < 2:
             loss.backward()
     error = raised(loss.backward)
-    assert "lost rank 1" in str(error), error
+    text = str(error)
+    assert "PeerLost: " in text, error
+    assert "lost rank 1" in text, error
     print("PeerLost")
 
 
