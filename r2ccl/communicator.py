@@ -424,8 +424,9 @@ class Communicator:
         Parameters
         ----------
         x : array_like
-            On `root`, the data. On other ranks, the array that receives the data; if `out` is
-            given, only the dtype and the number of elements of `x` are used.
+            On `root`, the data, in memory that may be read-only. On other ranks, the array that
+            receives the data; if `out` is given, only the dtype and the number of elements of `x`
+            are used.
         out : array_like, optional
             Receives the data: the same memory as `x` or disjoint from it. Default: `x` itself.
 
@@ -437,7 +438,8 @@ class Communicator:
         while all NICs work, sends the data at most once.
         """
         root = arguments.rank_of(root, self.nranks)
-        return self._collectives.start(stream, async_op, arguments.broadcast, x, out, root)
+        make = arguments.broadcast
+        return self._collectives.start(stream, async_op, make, x, out, root, self.rank)
 
     @overload
     def reduce(

@@ -232,18 +232,20 @@ class CallSignature(msgspec.Struct, frozen=True):
     def pack(self) -> int:
         """Return the 64-bit form: 4 bits collective, 6 dtype, 4 op, 12 root, 38 count (elements).
 
-        With an operation of the user, the upper 12 of the 38 bits contain its digest. Only the
-        lower bits of larger numbers are packed; they distinguish calls well enough.
+        With an operation of the user, the upper 12 of the 38 bits are combined with its digest by
+        exclusive or, so that calls with one operation and different counts differ. Only the lower
+        bits of larger numbers are packed; they distinguish calls well enough.
         """
         head = (self.collective << 10) | (self.dtype << 4) | self.op
-        count = self.count & _COUNT_MASK
-        if self.op >= USER_OP:
-            count = ((self.user & _USER_MASK) << 26) | (self.count & _USER_COUNT_MASK)
+        count = (self.count ^ (self.user << 26)) & _COUNT_MASK
         return (head << 50) | ((self.root & _ROOT_MASK) << 38) | count
 
     @classmethod
     def unpack(cls, packed: int) -> CallSignature:
-        """Return the signature that `pack` packed; its numbers have only the packed bits."""
+        """Return the signature that `pack` packed; its numbers have only the packed bits.
+
+        With an operation of the user, the count has only 26 bits, and those above are in ``user``.
+        """
         op = (packed >> 50) & 0xF
         is_user = op >= USER_OP
         return cls(

@@ -28,6 +28,7 @@ import msgspec
 
 from r2ccl.bootstrap import pickling
 from r2ccl.bootstrap.auth import SECRET_NBYTES
+from r2ccl.bootstrap.master_port import master_port, reserve_port
 from r2ccl.bootstrap.output import RankOutput, is_forwarded
 from r2ccl.bootstrap.rank_server import RankOutcome, RankRequest, command
 from r2ccl.errors import (
@@ -277,12 +278,14 @@ class RankProcesses:
         self._who = who
         self.is_by_value = not pickling.can_import_main(preparation)
         pickled = pickling.dumps_call(function, who, is_by_value=self.is_by_value)
+        self._port = reserve_port()
+        port = master_port(self._port.getsockname()[1], os.environ)
         self._output = RankOutput(job.nranks) if is_forwarded() else None
         outputs = self._output.theirs if self._output else []
         pipes = [multiprocessing.Pipe() for _ in range(job.nranks)]
         self._server, theirs = multiprocessing.Pipe()
         request = RankRequest(
-            environments=[{**env, **job.environment(rank)} for rank in range(job.nranks)],
+            environments=[{**port, **env, **job.environment(rank)} for rank in range(job.nranks)],
             results=[end.fileno() for _, end in pipes],
             listener=job.listener.fileno(),
             preparation=preparation,
@@ -300,6 +303,7 @@ class RankProcesses:
             )
         except BaseException:
             self._server.close()
+            self._port.close()
             for mine, _ in pipes:
                 mine.close()
             if self._output:
@@ -427,6 +431,7 @@ class RankProcesses:
         self._process.kill()
         self._process.wait()
         self._server.close()
+        self._port.close()
         for each in self.ranks:
             each.close()
         if self._output:

@@ -180,7 +180,9 @@ def _exits(ranks: Mapping[int, int], life: int) -> Iterator[tuple[int, int]]:
 def _preload(name: str) -> None:
     """Load the compiled code of a module; on failure do nothing, since each rank reports it."""
     with suppress(ImportError, OSError, R2cclError):
-        importlib.import_module(name).preload()
+        module = importlib.import_module(name)
+        module.announce_compilation()
+        module.preload()
 
 
 def _fork() -> int:

@@ -14,7 +14,7 @@ import secrets
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.launch import JobShare, LocalJob
 from r2ccl.bootstrap.launchers import DEFAULT_PORT
 from r2ccl.bootstrap.logs import TERMINAL_VARIABLE
+from r2ccl.bootstrap.master_port import master_port, reserve_port
 from r2ccl.bootstrap.secretfile import read_secret_file
 from r2ccl.cli import agent, remote
 from r2ccl.cli.hosts import JobHost, parse_hosts, place, read_hostfile
@@ -147,32 +148,16 @@ def _here(share: JobShare) -> dict[int, str]:
     return dict.fromkeys(range(share.first, share.first + share.count), socket.gethostname())
 
 
-@contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
-    """Reserve a port of loopback at which rank 0 can listen.
-
-    The port is bound, so the kernel gives it to no other process. No socket listens at it, so a
-    process that sets SO_REUSEADDR, as torch's store does, can.
-    """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
-
-
 def _with_master_port(program: JobCommand, port: int) -> JobCommand:
-    """Return `program` with MASTER_PORT, at which torch's store listens: `port` unless it is set.
-
-    r2ccl itself uses R2CC_PORT.
-    """
-    given = os.environ.get("MASTER_PORT", str(port))
-    return msgspec.structs.replace(program, env={"MASTER_PORT": given, **program.env})
+    """Return `program` with MASTER_PORT, see `master_port`, unless ``--env`` sets it."""
+    return msgspec.structs.replace(program, env={**master_port(port, os.environ), **program.env})
 
 
 async def _run_here(args: argparse.Namespace, program: JobCommand) -> int:
     supervisor = _supervisor(args, has_stdin=args.stdin)
-    with LocalJob(args.nranks) as job, _reserved_port() as port:
-        ranks = HostRanks(job.share, _with_master_port(program, port), supervisor)
+    with LocalJob(args.nranks) as job, reserve_port() as held:
+        program = _with_master_port(program, held.getsockname()[1])
+        ranks = HostRanks(job.share, program, supervisor)
 
         async def start() -> None:
             await ranks.start(job.listener)

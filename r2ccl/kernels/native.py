@@ -268,12 +268,35 @@ def _as_builtin(address: int, name: str, owner: Any = None) -> Callable[..., Any
 # Files
 
 
+def must_compile(maker: str, *given: Any) -> bool:
+    """Return whether `callable_of` would compile the function of a maker, or wait until it is.
+
+    False if Numba or llvmlite is not installed. Parameters are those of `address_of`.
+    """
+    if why_not_compiled():
+        return False
+    directory = _directory()
+    if directory is None:
+        return True
+    file, sources = _place_of(maker, _name_of(maker, given), directory)
+    return _read(file, sources) is None
+
+
+def _name_of(maker: str, given: tuple[Any, ...]) -> str:
+    return "-".join((maker.replace(":", "."), *map(str, given)))
+
+
+def _place_of(maker: str, name: str, directory: Path) -> tuple[Path, bytes]:
+    """Return the file of a function, and the digest of the modules that its code must have."""
+    return directory / f"{name}.{_processor()}.o", _sources(maker.partition(":")[0])
+
+
 def _code_of(maker: str, given: tuple[Any, ...]) -> MachineCode:
-    name = "-".join((maker.replace(":", "."), *map(str, given)))
+    name = _name_of(maker, given)
     directory = _directory()
     if directory is None:
         return _compile(maker, given, name)
-    file, sources = directory / f"{name}.{_processor()}.o", _sources(maker.partition(":")[0])
+    file, sources = _place_of(maker, name, directory)
     found = _read(file, sources)
     if found is None:
         with compile_lock("r2ccl"):
@@ -427,6 +450,7 @@ __all__ = [
     "callable_of",
     "compile_lock",
     "method_of",
+    "must_compile",
     "target_machine",
     "why_not_compiled",
 ]

@@ -130,9 +130,15 @@ def barrier(x: Any, out: Any, rank: int) -> Request:
     return Request(_BARRIER, _NO_DATA, None, None, is_staged=True)
 
 
-def broadcast(x: Any, out: Any, root: int) -> Request:
-    """Validate the arguments of `Communicator.broadcast`; return the call as a `Request`."""
-    source, output = _both(x, out)
+def broadcast(x: Any, out: Any, root: int, rank: int) -> Request:
+    """Validate the arguments of `Communicator.broadcast`; return the call as a `Request`.
+
+    On the root, whose output without `out` is `x`, nothing is written to `x`.
+    """
+    if rank == root and (out is None or out is x) and not is_jax(x):
+        source = output = view(x, writable=False)
+    else:
+        source, output = _both(x, out)
     call = CallSignature(Collective.BROADCAST, source.dtype_code, ReduceOp.SUM, source.count, root)
     return Request(call, source, output, output.owner)
 

@@ -255,6 +255,10 @@ class Collectives:
             raise
         return request.result if convert is None else convert(request.result)
 
+    def fail_call(self, error: BaseException) -> None:
+        """End the communicator after a call failed outside the data loop."""
+        self._engine.fail_call(error)
+
     def start_message(self, post: Callable[[], MessageRequest], is_async: bool) -> Any:
         """Call ``post()``, which begins a send or receive; wait for its end unless `is_async`.
 

@@ -64,6 +64,17 @@ class Context(NamedTuple):
     first_op: int
     members: tuple[int, ...]
 
+    def told(self) -> str:
+        """Return which ranks of the job this communicator has, in its order, for messages.
+
+        Empty for the job's first communicator, whose ranks have the same numbers in both.
+        """
+        if not self.context_id:
+            return ""
+        first, nmore = list(self.members[:_MOST_TOLD]), len(self.members) - _MOST_TOLD
+        more = f" and {nmore} more" if nmore > 0 else ""
+        return f"on the communicator of ranks {first}{more} of the job"
+
 
 class ContextPost:
     """Sender of the control messages of one communicator, to ranks numbered as in it.
@@ -266,6 +277,8 @@ class Contexts:
 
 #: Number of context ids, which is the maximum number of open communicators of a rank.
 _NIDS = 2048
+#: Maximum number of ranks that `Context.told` names.
+_MOST_TOLD = 8
 #: Offer of a rank that cannot take part yet; see `Contexts.offer`.
 NO_OFFER = bytes(_NIDS // 8 + 8)
 

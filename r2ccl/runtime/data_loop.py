@@ -41,7 +41,7 @@ from r2ccl.failover.failover import Failover
 from r2ccl.failover.migration.calls import Calls
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.revocation import Revoke
-from r2ccl.runtime.compiled.call import CompiledCalls
+from r2ccl.runtime.compiled.call import CompiledCalls, announce_compilation
 from r2ccl.runtime.compiled.layout import PAUSED
 from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.patience import Caller, Patience, timed_out, without_frames
@@ -645,6 +645,8 @@ def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> C
     """
     if context.config.compiled == "0" or not isinstance(context.transport, TcpTransport):
         return None
+    if context.hosts.index(context.hosts[context.rank]) == context.rank:
+        announce_compilation()
     try:
         return CompiledCalls(links, progress, context.transport, context.config, _home_of(context))
     except (ImportError, OSError, TransportError) as exc:

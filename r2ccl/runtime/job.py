@@ -279,12 +279,15 @@ class Job:
 
         Abort instead if a blocking collective is in progress on a communicator to close
         (`Participant.is_blocking`), or if the caller is a signal handler that interrupted a call
-        (`is_below`). A forked process never aborts here. A blocking call that waits behind
-        asynchronous calls counts as one of them: it is waited for.
+        (`is_below`). A blocking call that waits behind asynchronous calls counts as one of them: it
+        is waited for. Do nothing in a forked process: a thread of the parent may have held any lock
+        at the fork.
         """
+        if self.is_forked:
+            return
         is_first = participant is self._participants[0]
         is_blocking = self.is_blocking if is_first else participant.is_blocking
-        if (is_blocking or self.is_below) and not self.is_forked:
+        if is_blocking or self.is_below:
             self.abort("close() was called while another call was in progress")
         elif is_first:
             self._close_all()

@@ -1,4 +1,8 @@
-"""Entry point of the messages of one communicator: checks arguments, sends and receives."""
+"""Entry point of the messages of one communicator: checks arguments, sends and receives.
+
+A direct call may return before its message has arrived (`Delayed`). Ctrl-C before the wait for it
+ends the communicator, because the array of the call may still be written.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +43,20 @@ class MessageCalls:
         """Send `x`; see `Communicator.send`."""
         is_direct = not is_async and not is_synchronous
         if is_direct and self._collectives.is_plain and (way := self._messenger.way).is_direct:
-            key = (to, tag) if type(to) is type(tag) is int else None
-            found = NOT_RUN if key is None else way.repeat(key, x, _NOTHING)
-            if found is NOT_RUN:
-                end = self._to(x, to, tag)
-                found = way.begin((end.peer, end.tag), end, None)
-            if found is not NOT_RUN:
-                self._finish(found, x, None)
-                return None
+            try:
+                key = (to, tag) if type(to) is type(tag) is int else None
+                found = NOT_RUN if key is None else way.repeat(key, x, _NOTHING)
+                if found is NOT_RUN:
+                    end = self._to(x, to, tag)
+                    found = way.begin((end.peer, end.tag), end, None)
+                if found is not NOT_RUN:
+                    self._finish(found, x, None)
+                    return None
+            except Exception:
+                raise
+            except BaseException as exc:
+                self._collectives.fail_call(exc)
+                raise
         post = partial(self._messenger.send, *self._to(x, to, tag), is_synchronous=is_synchronous)
         begun: MessageRequest | None = self._collectives.start_message(post, is_async)
         return begun
@@ -56,13 +66,19 @@ class MessageCalls:
     ) -> Any:
         """Receive into `out`; see `Communicator.recv`. `tag_name` names the argument in errors."""
         if not is_async and self._collectives.is_plain and (way := self._messenger.way).is_direct:
-            key = (source, tag, 0) if type(source) is type(tag) is int else None
-            found = NOT_RUN if key is None else way.repeat(key, _NOTHING, out)
-            if found is NOT_RUN:
-                end = self._from(out, source, tag, tag_name)
-                found = way.begin((end.peer, end.tag, 0), None, end)
-            if found is not NOT_RUN:
-                return self._finish(found, None, out)
+            try:
+                key = (source, tag, 0) if type(source) is type(tag) is int else None
+                found = NOT_RUN if key is None else way.repeat(key, _NOTHING, out)
+                if found is NOT_RUN:
+                    end = self._from(out, source, tag, tag_name)
+                    found = way.begin((end.peer, end.tag, 0), None, end)
+                if found is not NOT_RUN:
+                    return self._finish(found, None, out)
+            except Exception:
+                raise
+            except BaseException as exc:
+                self._collectives.fail_call(exc)
+                raise
         post = partial(self._messenger.receive, *self._from(out, source, tag, tag_name))
         return self._collectives.start_message(post, is_async)
 
@@ -77,26 +93,32 @@ class MessageCalls:
         recv_tag: int,
     ) -> Message | None:
         """Send and receive at the same time; see `Communicator.sendrecv`."""
-        if self._collectives.is_plain and (way := self._messenger.way).is_direct:
-            found: Outcome = NOT_RUN
-            if type(to) is type(source) is type(tag) is type(recv_tag) is int:
-                found = way.repeat((to, tag, source, recv_tag), x, out)
-            if found is NOT_RUN:
-                sent, end = self._to(x, to, tag), self._from(out, source, recv_tag, "recv_tag")
-                key = (sent.peer, sent.tag, end.peer, end.tag)
-                found = way.begin(key, sent, end)
-            if found is not NOT_RUN:
-                return self._finish(found, x, out)
-        start, messenger = self._collectives.start_message, self._messenger
-        send = partial(messenger.send, *self._to(x, to, tag), is_synchronous=False)
-        receive = partial(messenger.receive, *self._from(out, source, recv_tag, "recv_tag"))
-        if self._collectives.group_here() is not None:
-            start(receive, False)
-            start(send, False)
-            return None
-        # Compiled code of the peer expects the request of a long message before the grant.
-        sending = start(send, True)
-        return self._exchange(start(receive, True), partial(self._wait, sending))
+        try:
+            if self._collectives.is_plain and (way := self._messenger.way).is_direct:
+                found: Outcome = NOT_RUN
+                if type(to) is type(source) is type(tag) is type(recv_tag) is int:
+                    found = way.repeat((to, tag, source, recv_tag), x, out)
+                if found is NOT_RUN:
+                    sent, end = self._to(x, to, tag), self._from(out, source, recv_tag, "recv_tag")
+                    key = (sent.peer, sent.tag, end.peer, end.tag)
+                    found = way.begin(key, sent, end)
+                if found is not NOT_RUN:
+                    return self._finish(found, x, out)
+            start, messenger = self._collectives.start_message, self._messenger
+            send = partial(messenger.send, *self._to(x, to, tag), is_synchronous=False)
+            receive = partial(messenger.receive, *self._from(out, source, recv_tag, "recv_tag"))
+            if self._collectives.group_here() is not None:
+                start(receive, False)
+                start(send, False)
+                return None
+            # Compiled code of the peer expects the request of a long message before the grant.
+            sending = start(send, True)
+            return self._exchange(start(receive, True), partial(self._wait, sending))
+        except Exception:
+            raise
+        except BaseException as exc:
+            self._collectives.fail_call(exc)
+            raise
 
     def _wait(self, request: MessageRequest) -> Any:
         return self._collectives.start_message(lambda: request, False)

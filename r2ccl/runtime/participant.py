@@ -226,13 +226,21 @@ class Participant:
     def exclude(self, rank: SupportsIndex, nic: str | SupportsIndex, *, is_excluded: bool) -> None:
         """Exclude a NIC, or end its exclusion; see `Communicator.exclude` for the errors."""
         self.collectives.require_free()
-        of_job = self.engine.context.members[rank_of(rank, self.engine.nranks, "rank")]
+        own = rank_of(rank, self.engine.nranks, "rank")
+        of_job = self.engine.context.members[own]
         peers = self._control.peers
-        self.engine.exclusions.change(
-            ports_of(peers, of_job, nic),
-            is_excluded=is_excluded,
-            nics=describe_nics(peers[of_job]),
-        )
+        try:
+            self.engine.exclusions.change(
+                ports_of(peers, of_job, nic),
+                is_excluded=is_excluded,
+                nics=describe_nics(peers[of_job]),
+            )
+        except InvalidArgument as exc:
+            if not self.engine.context.context_id:
+                raise
+            raise InvalidArgument(
+                f"{exc} (numbered as in the job: rank {own} of this communicator is rank {of_job})"
+            ) from None
 
     # State; any thread may read it, without waiting
 

@@ -126,6 +126,8 @@ class Waits:
         self, doing: str, missing: dict[int, int] | None = None, waits: Sequence[Wait] = ()
     ) -> Pending:
         now, since_s = self._clock(), self._caller.since_s
+        told = self._context.told()
+        doing = f"{doing}, {told}" if told else doing
         diagnosis = self._failover.diagnosis
         slow = diagnosis.slow_since(since_s) if diagnosis is not None else ()
         return Pending(self._rank, doing, now, since_s, missing or {}, tuple(waits), slow)

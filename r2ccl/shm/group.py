@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Secret
+from r2ccl.bootstrap.logs import progress
 from r2ccl.dtypes import dtype_name, dtype_of
 from r2ccl.errors import InvalidArgument, TransportError, describe_os_error
 from r2ccl.kernels.arrays import DATA, data_of
 from r2ccl.kernels.fold import fold_kernel
-from r2ccl.kernels.native import callable_of
+from r2ccl.kernels.native import callable_of, must_compile
 from r2ccl.shm import layout
 from r2ccl.shm.layout import (
     AWAITED,
@@ -237,6 +238,8 @@ class LocalGroup:
                 "memory"
             )
         if not problem:
+            if index == 0:
+                announce_compilation()
             try:
                 preload()
             except (ImportError, OSError, TransportError) as exc:
@@ -555,6 +558,12 @@ def _least_reached(collective: int, nranks: int) -> int:
     return ROOTED_NBYTES * nranks if collective in ROOTED else REACHED_NBYTES
 
 
+def announce_compilation() -> None:
+    """Report that the code that every group needs will be compiled, if this host has none yet."""
+    if not UNSUPPORTED and must_compile(_EXCHANGE):
+        progress(_log, "compiling code for shared memory; once on this host, about 10 s")
+
+
 def preload() -> None:
     """Load the compiled code that every group needs; compile it if this host has none yet.
 
@@ -649,4 +658,4 @@ def _check(offers: Sequence[_Offer], ranks: Sequence[int], host: bytes) -> None:
         )
 
 
-__all__ = ["Attend", "CallsDiffer", "LocalGroup", "preload"]
+__all__ = ["Attend", "CallsDiffer", "LocalGroup", "announce_compilation", "preload"]

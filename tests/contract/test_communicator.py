@@ -122,6 +122,13 @@ def test_a_communicator_is_usable_after_wrong_parts() -> None:
     launch(part_programs.usable_after_wrong_parts, 2, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.parametrize("shm", ["0", "1"])
+def test_a_root_broadcasts_read_only_memory(shm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R2CC_SHM", shm)
+    run = partial(collective_programs.read_only_roots, counts=(1, 20_001, 300_001))
+    check_in_one_job(2 if shm == "0" else 3, run)
+
+
 @pytest.mark.parametrize("nranks", slow_but([3], [1, 2, 3, 4]))
 def test_inputs_can_be_scaled_and_widened(nranks: int) -> None:
     check_in_one_job(nranks, partial(operation_programs.converted, counts=(0, 7, 20_001)))

@@ -117,3 +117,8 @@ def test_a_call_that_waits_can_be_ended(how: str, name: str) -> None:
     own = "KeyboardInterrupt" if how == "interrupt" else "CommunicatorRevoked"
     assert first == [own, "in time", "CommunicatorRevoked"]
     assert second == ["CommunicatorRevoked", "in time", "CommunicatorRevoked"]
+
+
+@pytest.mark.parametrize("is_sendrecv", [False, True])
+def test_no_message_arrives_after_ctrl_c_before_the_wait(is_sendrecv: bool) -> None:
+    assert run(programs.interrupted_before_the_wait, 2, is_sendrecv) == [[True, True]] * 2

@@ -471,6 +471,44 @@ if comm.rank == 1:
 comm.Barrier()
 """
 
+#: Rank 1 forks while a buffered message is on its way. Without ``finalize = False``, mpi4py itself
+#: would wait for ever in the child.
+FORKS = """
+import os, signal, sys, time
+
+import mpi4py
+mpi4py.rc.finalize = False
+
+import numpy as np
+from mpi4py import MPI
+from r2ccl.interop.mpi import Comm
+
+comm = Comm(MPI.COMM_WORLD)
+if comm.rank == 1:
+    comm.Bsend(np.ones(100_000), 0)
+    child = os.fork()
+    if child == 0:
+        sys.exit(7)
+    until_s = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+    comm.send(os.waitstatus_to_exitcode(ended[1]) if ended[0] else "hangs", 0, 1)
+else:
+    x = np.zeros(100_000)
+    status = comm.recv(source=1, tag=1)
+    comm.Recv(x, 1)
+    print(f"{status} {x.sum():g}")
+comm.Barrier()
+MPI.Finalize()
+"""
+
+
+def test_a_forked_child_may_exit() -> None:
+    done = mpiexec(2, "-c", FORKS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "7 100000\n", "")
+
 
 def test_a_fatal_error_ends_the_job() -> None:
     done = mpiexec(2, "-c", FATAL)

@@ -72,6 +72,16 @@ def test_errors_of_a_child_number_ranks_as_in_the_job() -> None:
     assert found == [[], ["rank 1"] * 5]
 
 
+@pytest.mark.parametrize(
+    ("kind", "doing"), [("allreduce", "call "), ("recv", "recv() from rank 1")]
+)
+def test_an_error_says_which_communicator_the_call_was_on(kind: str, doing: str) -> None:
+    text = launch(functools.partial(programs.late, kind), 3, timeout_s=TIMEOUT_S)[2]
+    assert text.startswith(f"rank 2: {doing}")
+    assert "the communicator of ranks [2, 1] of the job, begun" in text
+    assert "rank 1" in text
+
+
 def test_an_error_in_one_communicator_ends_all_of_the_job() -> None:
     for found in launch(programs.differing, 2, timeout_s=TIMEOUT_S):
         assert len(found) == 2

@@ -60,6 +60,10 @@ def test_ranks_numbered_in_turn_get_exact_results() -> None:
     assert run(programs.others_exact, HOSTS, 3, ("int16",), True) == [[]] * 4
 
 
+def test_a_root_broadcasts_read_only_memory() -> None:
+    assert run(programs.read_only_roots, HOSTS) == [[]] * 4
+
+
 def test_other_collectives_take_two_levels_in_every_way() -> None:
     counts = [programs.NCHUNKS] * 3
     names = ("broadcast", "reduce", "allgather", "reduce_scatter")

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def live(kind: str) -> dict[str, Any]:
         with r2ccl.init() as comm:
             comm.allreduce(np.ones(100_000))
             found["rails"] = rails_in_use(comm)
-            child = os.fork() if comm.rank == 1 else 0
+            child = fork(comm) if comm.rank == 1 else 0
             if comm.rank == 1 and child == 0:
                 be_a_child(kind, comm)
             if kind == "outlives":
@@ -46,6 +47,25 @@ def live(kind: str) -> dict[str, Any]:
     except r2ccl.R2cclError as exc:
         found |= {"error": type(exc).__name__, "text": str(exc), "raised_s": time.monotonic()}
     return found
+
+
+def fork(comm: r2ccl.Communicator) -> int:
+    """Fork while another thread holds a lock of the communicator, as its control thread may."""
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with comm._job.event_queue._changed:
+            is_held.set()
+            may_end.wait()
+
+    holder = threading.Thread(target=hold, daemon=True)
+    holder.start()
+    is_held.wait()
+    child = os.fork()
+    if child:
+        may_end.set()
+        holder.join()
+    return child
 
 
 def be_a_child(kind: str, comm: r2ccl.Communicator) -> None:

@@ -73,7 +73,9 @@ def killed_in_a_backward_pass() -> None:
         if step < 2:
             loss.backward()
     error = raised(loss.backward)
-    assert "lost rank 1" in str(error), error
+    text = str(error)
+    assert "PeerLost: " in text, error
+    assert "lost rank 1" in text, error
     print("PeerLost")
 
 
@@ -274,6 +276,26 @@ def ends_without_destroy() -> None:
     x = torch.ones(10)
     dist.all_reduce(x, async_op=True)
     print("last line")
+
+
+def forks_during_a_call() -> None:
+    """A child that ends as a program does must not wait for the calls of its parent."""
+    init()
+    x = torch.ones(10)
+    work = dist.all_reduce(x, async_op=True) if dist.get_rank() else None
+    child = os.fork()
+    if child == 0:
+        sys.exit(7)
+    deadline_s = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+    if work is None:
+        dist.all_reduce(x)
+    else:
+        work.wait()
+    print(os.waitstatus_to_exitcode(ended[1]) if ended[0] else "hangs", x[0].item())
 
 
 def ends_with_an_error() -> None:

@@ -56,6 +56,10 @@ def test_a_wait_may_be_shorter_than_its_call() -> None:
     run([PROGRAM, "waits_have_a_timeout"], 2)
 
 
+def test_a_forked_child_may_end_during_a_call() -> None:
+    assert run([PROGRAM, "forks_during_a_call"], 2) == ["7 2.0\n"] * 2
+
+
 def test_a_given_secret_is_not_in_the_store() -> None:
     run([PROGRAM, "a_given_secret_is_not_in_the_store"], 2, R2CC_SECRET="ab" * 32)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import mmap
+import tempfile
 from collections.abc import Callable
 
 import numpy as np
@@ -90,6 +92,29 @@ def rooted(comm: r2ccl.Communicator, counts: tuple[int, ...], names: tuple[str, 
                 is_right = results == [None, None] and same(x, mine)
             if not is_right:
                 wrong.append(f"reduce {name} {op.name} {count} to {root}")
+    return wrong
+
+
+def read_only_roots(comm: r2ccl.Communicator, counts: tuple[int, ...]) -> list[str]:
+    """Broadcast from memory that the kernel protects; return the wrong cases.
+
+    Each case is called several times, because a repeated call may run in another way.
+    """
+    wrong = []
+    for count, root, is_async in itertools.product(counts, range(comm.nranks), (False, True)):
+        with tempfile.TemporaryFile() as file:
+            np.full(count, root + 0.5).tofile(file)
+            file.flush()
+            x = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        for _ in range(4):
+            given = x if comm.rank == root else np.zeros(count)
+            found = comm.broadcast(given, root=root, async_op=is_async)
+            result = found.wait() if is_async else found
+            if result is not given or not (result == root + 0.5).all():
+                wrong.append(f"broadcast {count} from {root}")
+    other = (comm.rank + 1) % comm.nranks
+    with raises(r2ccl.InvalidArgument):
+        comm.broadcast(x, root=other)
     return wrong
 
 

@@ -133,6 +133,8 @@ def exclude_for_all_communicators() -> list[int]:
         part = comm.split(None if comm.rank == 0 else 1)
         seen = []
         if part is not None:
+            with raises(r2ccl.InvalidArgument, "rank 1 of this communicator is rank 2"):
+                part.exclude(1, "no_such_nic")
             for order in (part.exclude, part.include):
                 if part.rank == 0:
                     order(1, 1)  # rank 2 of the job

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import numpy as np
+from support.raising import raises
 from support.stopping import stop_for_a_second
 
 import r2ccl
 from r2ccl import ANY_SOURCE, ANY_TAG, Communicator, Message
 from r2ccl.errors import R2cclError
 from r2ccl.runtime.messages.local import LocalMessages
+from r2ccl.runtime.messages.outcome import Delayed
 
 #: Around the largest short message, a piece, half a ring, and several rings.
 COUNTS = (0, 1, 3, 100, 1000, 4095, 8188, 8189, 20_000, 32_761, 200_001)
@@ -401,3 +406,32 @@ def not_fitting_repeated() -> list[str]:
                         comm.recv(np.empty(count), peer)  # a short message stays
         comm.barrier()
         return found
+
+
+def interrupted_before_the_wait(is_sendrecv: bool) -> list[bool]:
+    """Interrupt rank 0 between a direct call that returns `Delayed` and the wait for its message.
+
+    Return whether the communicator has ended, and whether the array stayed as it was.
+    """
+    comm = r2ccl.init()
+    count = 300_000
+    out = np.zeros(count)
+
+    def interrupt(frame: FrameType, event: str, value: Any) -> None:
+        if event == "return" and frame.f_code.co_name == "begin" and type(value) is Delayed:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    if comm.rank == 0:
+        sys.setprofile(interrupt)
+        with raises(KeyboardInterrupt):
+            comm.sendrecv(out[:9].copy(), 1, out, 1) if is_sendrecv else comm.recv(out, 1)
+    else:
+        time.sleep(0.2)
+        with suppress(R2cclError):
+            comm.send(np.ones(count), 0)
+    with suppress(R2cclError):
+        comm.barrier()
+    has_ended = comm._engine.error is not None
+    comm.abort("the test has ended")
+    return [has_ended, not out.any()]

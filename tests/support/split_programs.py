@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any
 from unittest.mock import patch
 
@@ -176,6 +177,22 @@ def numbered() -> list[str]:
             except R2cclError as exc:
                 found.append(str(exc))
         return [text[: len("rank 1")] for text in found]
+
+
+def late(kind: str) -> str:
+    """Make a call that rank 1 does not make, on a child of ranks 2 and 1; return rank 2's error."""
+    comm = r2ccl.init(timeout_s=1.0)
+    child = comm.create([2, 1])
+    try:
+        if child is not None and child.rank == 0:
+            child.recv(np.ones(1), 1) if kind == "recv" else child.allreduce(np.ones(4))
+        while True:
+            comm._engine.check()
+            time.sleep(0.01)
+    except R2cclError as exc:
+        return str(exc)
+    finally:
+        comm.abort("the program has ended")
 
 
 def differing() -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support import values
+from support import collective_programs, values
 from support.stopping import stop_for_a_second
 
 import r2ccl
@@ -69,6 +69,13 @@ def exact(sizes: list[int], nchunks: int, has_all_ops: bool) -> tuple[list[str],
                     if not values.same(x, kept):
                         wrong.append(f"{name} {op} {count}: the input has changed")
         return wrong, comm._participant.on_host.two_level is not None
+
+
+def read_only_roots(sizes: list[int]) -> list[str]:
+    """Broadcast from read-only memory; return the wrong cases."""
+    with hosts(sizes) as comm:
+        divided()
+        return collective_programs.read_only_roots(comm, COUNTS)
 
 
 def others_exact(

@@ -15,6 +15,7 @@ communicators.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from typing import Any, Literal, NoReturn
@@ -75,6 +76,7 @@ class Connections:
         self.nchildren = 0
         self._kept: list[MessageRequest] = []
         self._lock = threading.Lock()
+        self._owner = os.getpid()
         atexit.register(self._leave)
 
     def keep(self, request: MessageRequest) -> None:
@@ -100,7 +102,12 @@ class Connections:
             self.communicator.close()
 
     def _leave(self) -> None:
-        """Close the connections when the process ends; abort if the program failed."""
+        """Close the connections when the process ends; abort if the program failed.
+
+        Do nothing in a forked child, which does not own the connections.
+        """
+        if os.getpid() != self._owner:
+            return
         if getattr(sys, "last_value", None) is not None:
             self.communicator.abort(f"the program ended with {sys.last_value!r}")
         else:

@@ -42,13 +42,8 @@ def bcast(comm: Any, buf: Any, root: int = 0) -> Call:
     """Send `buf` of rank `root` to all ranks, like mpi4py's Bcast."""
     root = root_of(comm, root)
     is_root = comm.rank == root
-    try:
-        sent = message(buf, writable=True)
-    except (BufferError, ValueError):
-        if not is_root:
-            raise
-        sent = message(buf, writable=False)  # `data` below is a copy of memory that is read-only
-    data = sent.data(writable=True)
+    sent = message(buf, writable=not is_root)
+    data = sent.data(writable=not is_root)
 
     def start(is_async: bool) -> Any:
         if is_root:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -158,6 +159,7 @@ class GroupState:
 
     def __post_init__(self) -> None:
         self.queue = CallQueue(f"r2ccl-torch-{self.communicator.rank}")
+        self._owner = os.getpid()
         self.set_timeout(self.timeout)
         atexit.register(self._leave)
 
@@ -168,16 +170,21 @@ class GroupState:
         self.options = c10d.Backend.Options("r2ccl", timeout)
 
     def abort(self) -> None:
-        """End all calls on all ranks with an error, and leave the group."""
+        """End all calls on all ranks with an error, and leave the group.
+
+        In a forked child, only end the child's use of the communicator.
+        """
         self.communicator.abort("abort() of the process group was called")
-        self._end()
+        if not self._is_forked:
+            self._end()
 
     def shutdown(self) -> None:
         """Wait for all calls, then leave the group; log errors as warnings.
 
-        Does nothing if this rank has left the group before.
+        Does nothing if this rank has left the group before, and in a forked child, which has none
+        of the threads that run the calls.
         """
-        if self.is_over:
+        if self.is_over or self._is_forked:
             return
         if not self.queue.drain(self.timeout_s):
             _log.warning(
@@ -197,6 +204,10 @@ class GroupState:
                 self.name,
                 exc,
             )
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._owner
 
     def _end(self) -> None:
         self.is_over = True

@@ -20,8 +20,9 @@ from r2ccl.interop.torch.call_queue import QueuedCall
 class _Translation(ContextDecorator):
     """Context manager and decorator: errors of r2ccl become ``torch.distributed.DistBackendError``.
 
-    Like the errors of gloo, it is a RuntimeError. Its ``__cause__`` is the error of r2ccl. A class
-    takes less time than a generator.
+    Like the errors of gloo, it is a RuntimeError. Its ``__cause__`` is the error of r2ccl. Its text
+    begins with the class of that error, because a backward pass raises a new RuntimeError with the
+    text alone. A class takes less time than a generator.
     """
 
     def __enter__(self) -> None:
@@ -29,7 +30,7 @@ class _Translation(ContextDecorator):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, R2cclError):
-            raise dist.DistBackendError(str(error)) from error
+            raise dist.DistBackendError(f"{type(error).__name__}: {error}") from error
 
 
 #: Translates the errors of a block or a function.

@@ -15,6 +15,7 @@ call.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,12 +23,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from r2ccl.bootstrap.logs import progress
 from r2ccl.config import Config
 from r2ccl.failover.migration.calls import Calls
 from r2ccl.failover.migration.link import Slice, SliceState
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.kernels.arrays import DATA, word_at
-from r2ccl.kernels.native import address_of, callable_of
+from r2ccl.kernels.native import address_of, callable_of, must_compile
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.runtime.compiled.program import CompiledProgram, LinkPair, is_supported
@@ -36,6 +38,8 @@ from r2ccl.runtime.executor import HostLanes, LaneRun
 from r2ccl.runtime.progress import Progress
 from r2ccl.transport.tcp.connection import Connection
 from r2ccl.transport.tcp.transport import TcpTransport
+
+_log = logging.getLogger(__name__)
 
 _LOOP = "r2ccl.runtime.compiled.loop:make_loop"
 _REPEATED = "r2ccl.runtime.compiled.repeated:make_repeated"
@@ -584,6 +588,12 @@ class CompiledCalls:
             sender.outstanding.append(item)
 
 
+def announce_compilation() -> None:
+    """Report that the loop will be compiled, if this host does not have it yet."""
+    if must_compile(_LOOP):
+        progress(_log, "compiling code for calls over TCP; once on this host, about 8 s")
+
+
 def preload() -> None:
     """Load the compiled loop; compile it if this host does not have it yet.
 
@@ -598,4 +608,4 @@ def preload() -> None:
 
 _ENDED = _Ended()
 
-__all__ = ["CompiledCalls", "preload"]
+__all__ = ["CompiledCalls", "announce_compilation", "preload"]

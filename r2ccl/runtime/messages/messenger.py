@@ -196,6 +196,7 @@ class Messenger:
         self._clock = job.clock
         self._timeout_s = job.config.timeout_s
         self._members = context.members
+        self._told = context.told()
         self._rank = context.members.index(job.rank)
         self._engine = engine
         context_id = message_context(context.context_id)
@@ -452,6 +453,7 @@ class Messenger:
 
     def _pending(self, peer: int, doing: str, what: str) -> Pending:
         waits = () if peer == ANY else (Wait(peer, what),)
+        doing = f"{doing}, {self._told}" if self._told else doing
         return Pending(self._job.rank, doing, self._clock(), self.since_s, {}, waits, ())
 
 

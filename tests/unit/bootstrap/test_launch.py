@@ -20,6 +20,7 @@ import pytest
 
 from r2ccl.bootstrap.launch import JobShare, LocalJob, describe_exit, launch
 from r2ccl.bootstrap.logs import TERMINAL_VARIABLE
+from r2ccl.bootstrap.pool import launch_pool
 from r2ccl.cli import make_parser
 from r2ccl.cli.rankprocs import HostRanks, JobCommand
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, R2cclError, TransportTimeout
@@ -296,6 +297,31 @@ def test_ranks_get_a_port_at_which_rank_0_can_listen() -> None:
     port = out.split()[0]
     assert out.splitlines() == [b"%s True" % port] * 2
     assert int(port) > 1023
+
+
+def test_functions_get_a_port_at_which_rank_0_can_listen() -> None:
+    def ports() -> tuple[str, bool]:
+        port = os.environ["MASTER_PORT"]
+        if os.environ["RANK"] == "0":
+            socket.create_server((os.environ["MASTER_ADDR"], int(port))).close()
+        return port, port != os.environ["R2CC_PORT"]
+
+    (port, is_other), second = launch(ports, 2, timeout_s=WAIT_S)
+    assert second == (port, is_other)
+    assert is_other
+    with launch_pool(1) as pool:
+        assert pool.run(lambda comm: ports()[1]) == [True]
+
+
+def test_the_port_of_a_nested_launch_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29411")
+    shown = environ("MASTER_PORT")
+    code = python("print(os.environ['MASTER_PORT'])")
+    assert launch(shown, 1, timeout_s=WAIT_S) == ["29411"]
+    monkeypatch.setenv("RANK", "0")
+    assert launch(shown, 1, timeout_s=WAIT_S) != ["29411"]
+    assert launch(shown, 1, env={"MASTER_PORT": "29411"}, timeout_s=WAIT_S) == ["29411"]
+    assert run_command("-n", "1", *code)[1] != b"29411\n"
 
 
 def test_a_port_that_the_user_sets_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import subprocess
 import sys
@@ -14,11 +15,14 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import pytest
 from support.native_programs import MAKER
 
+import r2ccl.runtime.compiled.call
+import r2ccl.shm.group
 from r2ccl import TransportError
 from r2ccl.kernels import native
 from r2ccl.kernels.compiling import compile_function
@@ -251,3 +255,26 @@ def test_threads_that_load_code_at_once_share_a_linker(monkeypatch: pytest.Monke
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: native._Linker.shared(), range(2))
     assert first is second is native._Linker.shared()
+
+
+def test_only_code_that_no_file_has_must_be_compiled(cache: Path) -> None:
+    assert native.must_compile(MAKER, 3)
+    assert native.callable_of(MAKER, 3)(10, 5, 4) > 0
+    assert not native.must_compile(MAKER, 3)
+    the_file(cache).unlink()
+    assert native.must_compile(MAKER, 3)
+
+
+@pytest.mark.parametrize("module", [r2ccl.shm.group, r2ccl.runtime.compiled.call])
+def test_a_long_compilation_is_announced(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "r2ccl")
+    module.announce_compilation()
+    assert "once on this host" in caplog.text
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    forget()
+    module.preload()
+    caplog.clear()
+    module.announce_compilation()
+    assert not caplog.text

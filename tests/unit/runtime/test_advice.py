@@ -104,7 +104,7 @@ def test_an_op_of_mpi4py_is_told_of_its_interface(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("given", [0, 1, np.int64(1)])
 def test_a_root_in_place_of_out_is_told_the_keyword(given: Any) -> None:
     for call in (
-        lambda: arguments.broadcast(X, given, 0),
+        lambda: arguments.broadcast(X, given, 0, 1),
         lambda: arguments.scatter(X, given, 1, 0, 2),
         lambda: arguments.scatter(X, given, 0, 0, 2),
     ):

@@ -22,7 +22,7 @@ def test_small_allreduces_of_one_kind_are_joined() -> None:
 
 def test_operations_and_other_collectives_are_not_mixed() -> None:
     a, b = sums(3), sums(3, op=ReduceOp.MAX)
-    moved = arguments.broadcast(np.ones(3, np.float32), None, 0)
+    moved = arguments.broadcast(np.ones(3, np.float32), None, 0, 1)
     assert batches([*a, moved, *b, *a]) == [[*a, *a], [moved], b]
 
 

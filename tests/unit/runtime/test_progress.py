@@ -22,7 +22,10 @@ def test_an_operation_of_the_user_is_named_by_its_digest() -> None:
     assert describe(call.pack()) == text
     others = [
         replace(call, **change)
-        for change in ({"op": ORDERED_OP}, {"user": 0xABCDE122}, {"count": 9}, {"root": 2})
-    ]
-    assert len({each.pack() for each in (call, *others)}) == 5
+        for change in (
+            {"op": ORDERED_OP}, {"user": 0xABCDE125}, {"count": 9}, {"root": 2},
+            {"count": call.count + (1 << 26)}, {"count": call.count + (1 << 37)},
+        )
+    ]  # fmt: skip
+    assert len({each.pack() for each in (call, *others)}) == 7
     assert all(each.pack() < 1 << 64 for each in (call, *others))

@@ -301,7 +301,7 @@ def test_a_call_in_place_for_jax_has_a_new_output() -> None:
     x, y = JaxArray(np.arange(4.0)), np.zeros(4)
     for request in (
         arguments.allreduce(x, None, ReduceOp.SUM),
-        arguments.broadcast(x, None, 0),
+        arguments.broadcast(x, None, 0, 1),
         arguments.reduce(x, None, ReduceOp.SUM, 0, 0),
         arguments.scan(x, None, ReduceOp.SUM, False),
         arguments.scan(x, None, ReduceOp.SUM, True),
