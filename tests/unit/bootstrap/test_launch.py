@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,43 @@ def test_what_cannot_be_sent_is_refused() -> None:
 def test_a_result_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(InvalidArgument, match="result of the function, of type generator, cannot"):
         launch(lambda: (each for each in ()), 1, timeout_s=WAIT_S)
+
+
+class TwoArguments(Exception):
+    """Error that can be pickled, but not made again: its class needs two arguments."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first)
+
+
+def test_a_result_that_cannot_be_made_again_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="result of rank 0 was pickled but cannot be unpick"):
+        launch(partial(TwoArguments, 1, 2), 1, timeout_s=WAIT_S)
+
+
+def end_within_result() -> bytes:
+    """Write the first half of a result in rank 1, then kill the process."""
+
+    def send_half(connection: Connection, data: Any) -> None:
+        if len(data) > 100:  # else the length of the message
+            os.write(connection.fileno(), bytes(data)[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.write(connection.fileno(), data)
+
+    if os.environ["RANK"] == "1":
+        Connection._send = send_half  # type: ignore[attr-defined]
+    return bytes(100_000)
+
+
+def test_a_rank_that_dies_while_it_sends_is_named() -> None:
+    with pytest.raises(R2cclError, match="rank 1 .* sent no result: signal SIGKILL"):
+        launch(end_within_result, 2, timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_rank_that_calls_exit_does_not_end_the_launcher(status: int) -> None:
+    with pytest.raises(R2cclError, match=rf"rank 1 called sys.exit\({status}\)"):
+        launch(by_rank(f"rank and __import__('sys').exit({status})"), 2, timeout_s=WAIT_S)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -122,6 +123,13 @@ def test_what_cannot_be_sent_is_refused(pool: LaunchPool) -> None:
 def test_a_result_that_cannot_be_sent_is_an_exception(pool: LaunchPool) -> None:
     with pytest.raises(InvalidArgument, match="the result of the function, of type lock, cannot"):
         pool.run(lambda comm: threading.Lock(), timeout_s=WAIT_S)
+
+
+def test_an_exit_and_an_odd_result_leave_the_pool(pool: LaunchPool) -> None:
+    with pytest.raises(R2cclError, match=r"rank . called sys.exit\(None\)"):
+        pool.run(lambda comm: sys.exit(), timeout_s=WAIT_S)
+    with pytest.raises(InvalidArgument, match="cannot be unpickled"):
+        pool.run(lambda comm: UnicodeDecodeError.__new__(UnicodeDecodeError), timeout_s=WAIT_S)
 
 
 def test_a_timeout_that_is_no_number_is_refused(pool: LaunchPool) -> None:
