@@ -371,7 +371,8 @@ class _Rank:
         self._is_interruptible = False
 
     def __repr__(self) -> str:
-        return f"init(**{self._settings!r})"
+        shown = {**self._settings, **({"secret": "***"} if "secret" in self._settings else {})}
+        return f"init(**{shown!r})"
 
     def __call__(self, calls: Connection) -> None:
         with pkgutil.resolve_name(_INIT)(**self._settings) as comm:

@@ -241,6 +241,12 @@ def test_ranks_end_with_a_pool_that_is_forgotten() -> None:
     await_true(lambda: not is_alive(pid))
 
 
+def test_a_setting_that_cannot_be_sent_hides_the_secret() -> None:
+    with pytest.raises(InvalidArgument, match=r"init\(.*'\*\*\*'.* cannot be sent") as caught:
+        r2ccl.launch_pool(1, secret="5e" * 32, faults=threading.Lock())
+    assert "5e5e" not in str(caught.value)
+
+
 def test_a_wrong_setting_is_reported_by_the_pool() -> None:
     with pytest.raises(InvalidArgument, match="mode"):
         r2ccl.launch_pool(1, mode="nonsense")
