@@ -277,6 +277,7 @@ def test_exit_statuses_are_spelled_out(status: int | None, text: str) -> None:
 def start_command(*args: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "r2ccl", "launch", *args],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -458,6 +459,25 @@ def test_no_output_is_lost_if_its_reader_is_slow(monkeypatch: pytest.MonkeyPatch
 
     asyncio.run(run())
     assert sink.taken.split() == [b"%d" % number for number in range(1, 100_001)]
+
+
+def test_input_that_rank_0_does_not_read_is_dropped_quietly() -> None:
+    process = start_command("-n", "1", "--stdin", "--", "sh", "-c", "exec <&-; sleep 1")
+    try:
+        _, err = process.communicate(b"x" * (8 << 20), timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (0, b"")
+
+
+def test_a_start_that_fails_midway_says_only_why() -> None:
+    """The ranks that were started are killed before the event loop is closed."""
+    limited = ["sh", "-c", 'ulimit -n 40; exec "$@"', "sh"]
+    program = ["sh", "-c", "echo here; sleep 60"]
+    words = [*limited, sys.executable, "-m", "r2ccl", "launch", "-n", "30", "--", *program]
+    ended = subprocess.run(words, capture_output=True, timeout=WAIT_S, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == b"r2ccl: cannot run 'sh': Too many open files\n"
 
 
 def test_a_job_that_keeps_going_is_still_ended_by_a_signal() -> None:
