@@ -176,7 +176,8 @@ def launch(
     InvalidArgument
         If `nranks` is no integer of at least 1, `timeout_s` is no number, or `env` has a name or a
         value that no variable can have; if `fn` is not callable, or `fn` or a result cannot be
-        pickled and unpickled; or if the main script calls `launch` while another process imports it.
+        pickled and unpickled; or if the main script calls `launch` while another process imports
+        it.
     OSError
         If this process cannot open sockets and pipes, or start another process.
     KeyboardInterrupt
@@ -373,8 +374,9 @@ class RankProcesses:
             return RankOutcome(error=error, is_exit=True)
         found = self._loads(message, rank)
         if isinstance(found.error, SystemExit):  # would end the launcher, perhaps with status 0
-            code = found.error.code
-            error = R2cclError(f"{self._who}: rank {rank} called sys.exit({code!r}): return instead")
+            error = R2cclError(
+                f"{self._who}: rank {rank} called sys.exit({found.error.code!r}): return instead"
+            )
             found = found._replace(error=error)
         if found.error is not None:
             found.error.__cause__ = _RemoteTraceback(f"rank {rank}:\n{found.text}")

@@ -432,8 +432,8 @@ class Leader:
             )
         return MeetingFailed(
             f"ranks {format_ranks(missing)} have not arrived at rank 0 ({where}) within "
-            f"{self._timeout_s:g} s: {self._turned_away()}{self._secluded()}look at the logs of the "
-            "missing ranks, or raise R2CC_INIT_TIMEOUT_S to wait longer",
+            f"{self._timeout_s:g} s: {self._turned_away()}{self._secluded()}look at the logs of "
+            "the missing ranks, or raise R2CC_INIT_TIMEOUT_S to wait longer",
             is_timeout=True,
         )
 

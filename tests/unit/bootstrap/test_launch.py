@@ -160,7 +160,7 @@ def end_within_result() -> bytes:
 
 
 def test_a_rank_that_dies_while_it_sends_is_named() -> None:
-    with pytest.raises(R2cclError, match="rank 1 .* sent no result: signal SIGKILL"):
+    with pytest.raises(R2cclError, match=r"rank 1 .* sent no result: signal SIGKILL"):
         launch(end_within_result, 2, timeout_s=WAIT_S)
 
 
