@@ -11,6 +11,7 @@ Invariant: the far end of a socket that `dial` returns has proved that it knows 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -80,7 +81,7 @@ class _Dialing:
             await self._end
         except BaseException:
             self._forget()
-            self._sock.close()
+            wire.close_hard(self._sock)  # a port at which another process is to listen is free
             raise
         self._forget()
         return self._sock
@@ -95,6 +96,11 @@ class _Dialing:
             pass
         except OSError as exc:
             self._end.set_exception(exc)
+            return
+        if self._sock.getsockname()[:2] == target[:2]:
+            # Nobody listens there, and the kernel has chosen that port as this end's own: the
+            # socket is connected to itself, and takes the port from the process that is to listen.
+            self._end.set_exception(ConnectionRefusedError(errno.ECONNREFUSED, "own port"))
             return
         # The socket becomes readable when the acceptor's opening arrives or connecting fails.
         self._loop.add_reader(self._fd, self._read)

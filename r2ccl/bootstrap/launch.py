@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from multiprocessing import spawn
@@ -169,14 +170,15 @@ def launch(
         `CommunicatorRevoked`, which another rank may have caused, gives way to any other exception
         that arrives within 1 s.
     R2cclError
-        If a rank exits without a result or an exception, raises an exception that cannot be
-        pickled, or the process that forks the ranks exits early.
+        If a rank exits without a result or an exception, calls ``sys.exit``, raises an exception
+        that cannot be pickled, or the process that forks the ranks exits early.
     TransportTimeout
         If not all ranks return within `timeout_s`.
     InvalidArgument
         If `nranks` is no integer of at least 1, `timeout_s` is no number, or `env` has a name or a
         value that no variable can have; if `fn` is not callable, or `fn` or a result cannot be
-        pickled; or if the main script calls `launch` while another process imports it.
+        pickled and unpickled; or if the main script calls `launch` while another process imports
+        it.
     OSError
         If this process cannot open sockets and pipes, or start another process.
     KeyboardInterrupt
@@ -361,12 +363,12 @@ class RankProcesses:
         """Receive and return the outcome of the function in `rank`.
 
         If the function raised, ``error`` has the remote traceback as its cause. If the rank exited
-        without an outcome, ``error`` is an `R2cclError`.
+        without an outcome, or its function called ``sys.exit``, ``error`` is an `R2cclError`.
         """
         process = self.ranks[rank]
         try:
-            found: RankOutcome = pickle.loads(process.results.recv_bytes())
-        except (EOFError, ConnectionResetError):
+            message = process.results.recv_bytes()
+        except (EOFError, OSError):  # an OSError if the rank was killed while it sent
             self.join(_TERMINATION_GRACE_S, rank)
             why = describe_exit(process.exit_status)
             error = R2cclError(
@@ -374,8 +376,27 @@ class RankProcesses:
                 "look at its output"
             )
             return RankOutcome(error=error, is_exit=True)
+        found = self._loads(message, rank)
+        if isinstance(found.error, SystemExit):  # would end the launcher, perhaps with status 0
+            error = R2cclError(
+                f"{self._who}: rank {rank} called sys.exit({found.error.code!r}): return instead"
+            )
+            found = found._replace(error=error)
         if found.error is not None:
             found.error.__cause__ = _RemoteTraceback(f"rank {rank}:\n{found.text}")
+        return found
+
+    def _loads(self, message: bytes, rank: int) -> RankOutcome:
+        try:
+            found: RankOutcome = pickle.loads(message)
+        except MemoryError:
+            raise
+        except Exception as exc:  # objects raise what they like when they are made again
+            error = InvalidArgument(
+                f"{self._who}: the result of rank {rank} was pickled but cannot be unpickled "
+                f"({type(exc).__name__}: {exc}): return only values that can be pickled"
+            )
+            return RankOutcome(error=error, text="".join(traceback.format_exception(exc)))
         return found
 
     def flush_output(self) -> None:

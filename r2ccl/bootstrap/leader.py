@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import secrets
 import socket
@@ -127,6 +128,8 @@ class Leader:
         self._failed: set[int] = set()
         self._progress = asyncio.Event()
         self._began_s = monotonic()
+        #: Numeric address at which this rank listens, or a socket that it inherited does.
+        self._host = ""
 
     async def run(self) -> Meeting:
         """Run the rendezvous and return its result; close all sockets.
@@ -139,6 +142,7 @@ class Leader:
         secret = self._identity.secret.current()
         assert secret is not None, "rank 0 generates the secret or was given it"
         sock = await self._listen()
+        self._host = str(sock.getsockname()[0])
         # The backlog must have room for all ranks, also on a socket of the launcher: connections
         # wait in the backlog while rank 0 pauses.
         sock.listen(max(wire.BACKLOG, self._identity.nranks))
@@ -428,14 +432,25 @@ class Leader:
             )
         return MeetingFailed(
             f"ranks {format_ranks(missing)} have not arrived at rank 0 ({where}) within "
-            f"{self._timeout_s:g} s: {self._turned_away()}look at the logs of the missing ranks, "
-            "or raise R2CC_INIT_TIMEOUT_S to wait longer",
+            f"{self._timeout_s:g} s: {self._turned_away()}{self._secluded()}look at the logs of "
+            "the missing ranks, or raise R2CC_INIT_TIMEOUT_S to wait longer",
             is_timeout=True,
         )
 
     def _turned_away(self) -> str:
         summary = self._rejections.summary()
         return f"rank 0 rejected connections meanwhile: {summary}; " if summary else ""
+
+    def _secluded(self) -> str:
+        """Return advice if the name of this host has a loopback address here; else return ""."""
+        name = self._identity.address
+        if self._host == name or not ipaddress.ip_address(self._host).is_loopback:
+            return ""
+        return (
+            f"rank 0 listens at {self._host}, the address of {name} on its host, which other hosts "
+            "cannot reach: if the missing ranks are on other hosts, set MASTER_ADDR to an address "
+            "that they reach; "
+        )
 
 
 def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:

@@ -154,8 +154,9 @@ class LaunchPool:
             communicator still works. Otherwise the pool has ended, and a note on the exception says
             why.
         R2cclError
-            If a rank raises an exception that cannot be pickled, or exits during the call, which
-            ends the pool; or if the pool has ended or belongs to another process.
+            If a rank calls ``sys.exit``, raises an exception that cannot be pickled, or exits
+            during the call, which ends the pool; or if the pool has ended or belongs to another
+            process.
         TransportTimeout
             If not all ranks return within `timeout_s`; the pool has ended.
         InvalidArgument
@@ -370,7 +371,8 @@ class _Rank:
         self._is_interruptible = False
 
     def __repr__(self) -> str:
-        return f"init(**{self._settings!r})"
+        shown = {**self._settings, **({"secret": "***"} if "secret" in self._settings else {})}
+        return f"init(**{shown!r})"
 
     def __call__(self, calls: Connection) -> None:
         with pkgutil.resolve_name(_INIT)(**self._settings) as comm:

@@ -230,7 +230,8 @@ def _by_hand(
     port = str(args.port or DEFAULT_PORT)
     options = ["--hosts", listed, "--master-addr", address, "--port", port]
     for name, value in program.env.items():
-        options += ["--env", f"{name}={value}"]
+        if name != "R2CC_SECRET":  # would be on command lines; ranks get that of the file
+            options += ["--env", f"{name}={value}"]
     options += ["--keep-going"] * args.keep_going
     options += ["--tag", args.tag] if args.tag != "auto" else []
     options += ["--json", str(args.json)] if args.json is not None else []

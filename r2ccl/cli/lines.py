@@ -19,10 +19,19 @@ _T = TypeVar("_T")
 
 #: Foreground colours of the prefixes, by rank: the six that are readable on black and on white.
 _COLOURS = (36, 33, 32, 35, 34, 31)
+#: Longest line in bytes that is kept until it is complete. Each further piece of output would copy
+#: a longer one again.
+_MOST_UNFINISHED = 1 << 20
+
+#: Rank and name of a stream.
+_Source = tuple[int, str]
 
 
 class LinePrinter:
     """Printer that writes the complete lines of several ranks to one stream.
+
+    A carriage return ends a line, too, so that a progress bar appears at once. A line longer than
+    1 MiB is written in pieces; the output of another rank then begins on a line of its own.
 
     Parameters
     ----------
@@ -35,8 +44,9 @@ class LinePrinter:
 
     Attributes
     ----------
-    is_writing : bool
-        True during a write. The output so far may then end within a line.
+    is_within_line : bool
+        True if the output so far may end within a line: during a write, and after a piece of a long
+        line.
     """
 
     def __init__(self, tag: str, out: BinaryIO, *, is_coloured: bool = False) -> None:
@@ -44,36 +54,48 @@ class LinePrinter:
         self._out = out
         self._is_coloured = is_coloured
         self._writers: set[int] = set()
-        self._unfinished: dict[tuple[int, str], bytes] = {}
-        self.is_writing = False
+        self._unfinished: dict[_Source, bytes] = {}
+        #: Stream of the line of which a piece was written last; None after a complete line.
+        self._begun: _Source | None = None
+        self.is_within_line = False
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Add output of `rank`; write the lines that it completes.
 
         `stream` distinguishes the streams of a rank, so that their lines do not mix.
         """
-        *lines, rest = (self._unfinished.get((rank, stream), b"") + data).split(b"\n")
-        self._unfinished[rank, stream] = rest
-        self._write(rank, lines)
+        data = self._unfinished.pop((rank, stream), b"") + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not end and len(data) > _MOST_UNFINISHED:
+            end = len(data)
+        self._unfinished[rank, stream] = data[end:]
+        self._write((rank, stream), data[:end].splitlines(keepends=True))
 
     def finish(self, rank: int, stream: str) -> None:
         """End a stream of `rank`: write its last line even if it has no line end."""
         rest = self._unfinished.pop((rank, stream), b"")
         if rest:
-            self._write(rank, [rest])
+            self._write((rank, stream), [rest + b"\n"])
 
-    def _write(self, rank: int, lines: Sequence[bytes]) -> None:
+    def _write(self, source: _Source, lines: Sequence[bytes]) -> None:
         if not lines:
             return
+        rank, _ = source
         self._writers.add(rank)
         is_tagged = self._tag == "always" or (self._tag == "auto" and len(self._writers) > 1)
         tag = self._prefix(rank) if is_tagged else b""
-        self.is_writing = True
+        text = b"".join(tag + line for line in lines)
+        if self._begun == source:
+            text = text.removeprefix(tag)
+        elif self._begun is not None:
+            text = b"\n" + text
+        self._begun = None if lines[-1].endswith((b"\n", b"\r")) else source
+        self.is_within_line = True
         try:
-            self._out.write(b"".join(tag + line + b"\n" for line in lines))
+            self._out.write(text)
             self._out.flush()
         finally:
-            self.is_writing = False
+            self.is_within_line = self._begun is not None
 
     def _prefix(self, rank: int) -> bytes:
         if not self._is_coloured:

@@ -20,6 +20,7 @@ import msgspec
 from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.launch import JobShare
 from r2ccl.bootstrap.orphans import end_with
+from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument
 
 #: Seconds that ranks have to exit after SIGTERM. Also the longest wait for more output of an ended
@@ -178,10 +179,12 @@ class HostRanks:
     async def feed(self, data: bytes) -> None:
         """Write to standard input of rank 0, which must run on this host; empty `data` closes it.
 
-        Data that the rank does not read before it ends is dropped.
+        Data that the rank does not read before it ends, or closes its standard input, is dropped.
         """
         stdin = self._ranks[0].stdin
         assert stdin is not None
+        if stdin.is_closing():  # asyncio would log every write
+            return
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             if data:
                 stdin.write(data)
@@ -197,8 +200,13 @@ class HostRanks:
                 _signal_group(process, number)
 
     async def close(self) -> None:
-        """Kill the remaining ranks."""
+        """Kill the remaining ranks, and free their pipes while the event loop still runs."""
         self.signal(signal.SIGKILL)
+        until_s = monotonic() + TERMINATION_GRACE_S
+        for process in self._ranks.values():
+            while process.returncode is None and monotonic() < until_s:
+                await asyncio.sleep(_POLL_S)
+            process._transport.close()  # type: ignore[attr-defined]
 
 
 def _why_not_run(program: str, folder: str, exc: OSError) -> str:

@@ -165,7 +165,7 @@ class Supervisor:
         # Report only the first failure, which causes the others, unless the other ranks run on.
         if is_first or self._keeps_going:
             # A thread may be writing a line of a rank to the same terminal or pipe.
-            is_within_line = self._printer.is_writing and _is_output_shared()
+            is_within_line = self._printer.is_within_line and _is_output_shared()
             print("\n" * is_within_line + f"r2ccl launch: {what}", file=sys.stderr)
         if not self._keeps_going:
             self._is_ending.set()

@@ -102,6 +102,16 @@ def test_a_missing_rank_is_named_on_all_others() -> None:
     assert all("ranks [2] have not arrived" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize(("name", "is_told"), [("localhost", True), ("127.0.0.1", False)])
+def test_a_host_that_is_loopback_to_itself_says_so(name: str, is_told: bool) -> None:
+    """Debian gives a host the address 127.0.1.1 for its own name; other hosts have another one."""
+    with LocalJob(2) as job:
+        [error] = join_all(job, {0: {"MASTER_ADDR": name, "R2CC_PORT": free_port()}}, ranks=[0])
+    assert "ranks [1] have not arrived" in str(error)
+    advice = ", the address of localhost on its host, which other hosts cannot reach: if"
+    assert (advice in str(error)) is is_told
+
+
 def test_rank_0_says_for_whom_it_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,7 +6,9 @@ import asyncio
 import os
 import socket
 
-from r2ccl.bootstrap import dialing
+import pytest
+
+from r2ccl.bootstrap import dialing, wire
 from r2ccl.bootstrap.auth import (
     NONCE_NBYTES,
     PROOF_NBYTES,
@@ -52,3 +54,25 @@ def test_first_bytes_arrive_with_the_proof() -> None:
             await main()
 
     asyncio.run(bounded())
+
+
+def test_a_socket_connected_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may choose the port of a rank 0 that does not listen yet for the dialer's end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target = ("127.0.0.1", int(listener.getsockname()[1]))
+
+    def open_at_target(host: str, source: str = "") -> socket.socket:
+        sock = socket.socket()
+        sock.setblocking(False)
+        sock.bind(target)
+        return sock
+
+    async def main() -> None:
+        async with asyncio.timeout(10.0):
+            await dialing.dial(SECRET, CLAIM, target, timeout_s=10.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "open_socket", open_at_target)
+        with pytest.raises(ConnectionRefusedError):
+            asyncio.run(main())
+    wire.listen(*target).close()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,43 @@ def test_a_result_that_cannot_be_sent_is_named() -> None:
         launch(lambda: (each for each in ()), 1, timeout_s=WAIT_S)
 
 
+class TwoArguments(Exception):
+    """Error that can be pickled, but not made again: its class needs two arguments."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first)
+
+
+def test_a_result_that_cannot_be_made_again_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="result of rank 0 was pickled but cannot be unpick"):
+        launch(partial(TwoArguments, 1, 2), 1, timeout_s=WAIT_S)
+
+
+def end_within_result() -> bytes:
+    """Write the first half of a result in rank 1, then kill the process."""
+
+    def send_half(connection: Connection, data: Any) -> None:
+        if len(data) > 100:  # else the length of the message
+            os.write(connection.fileno(), bytes(data)[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.write(connection.fileno(), data)
+
+    if os.environ["RANK"] == "1":
+        Connection._send = send_half  # type: ignore[attr-defined]
+    return bytes(100_000)
+
+
+def test_a_rank_that_dies_while_it_sends_is_named() -> None:
+    with pytest.raises(R2cclError, match=r"rank 1 .* sent no result: signal SIGKILL"):
+        launch(end_within_result, 2, timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_rank_that_calls_exit_does_not_end_the_launcher(status: int) -> None:
+    with pytest.raises(R2cclError, match=rf"rank 1 called sys.exit\({status}\)"):
+        launch(by_rank(f"rank and __import__('sys').exit({status})"), 2, timeout_s=WAIT_S)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -240,6 +278,7 @@ def test_exit_statuses_are_spelled_out(status: int | None, text: str) -> None:
 def start_command(*args: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "r2ccl", "launch", *args],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -446,6 +485,25 @@ def test_no_output_is_lost_if_its_reader_is_slow(monkeypatch: pytest.MonkeyPatch
 
     asyncio.run(run())
     assert sink.taken.split() == [b"%d" % number for number in range(1, 100_001)]
+
+
+def test_input_that_rank_0_does_not_read_is_dropped_quietly() -> None:
+    process = start_command("-n", "1", "--stdin", "--", "sh", "-c", "exec <&-; sleep 1")
+    try:
+        _, err = process.communicate(b"x" * (8 << 20), timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (0, b"")
+
+
+def test_a_start_that_fails_midway_says_only_why() -> None:
+    """The ranks that were started are killed before the event loop is closed."""
+    limited = ["sh", "-c", 'ulimit -n 40; exec "$@"', "sh"]
+    program = ["sh", "-c", "echo here; sleep 60"]
+    words = [*limited, sys.executable, "-m", "r2ccl", "launch", "-n", "30", "--", *program]
+    ended = subprocess.run(words, capture_output=True, timeout=WAIT_S, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == b"r2ccl: cannot run 'sh': Too many open files\n"
 
 
 def test_a_job_that_keeps_going_is_still_ended_by_a_signal() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -124,6 +125,13 @@ def test_a_result_that_cannot_be_sent_is_an_exception(pool: LaunchPool) -> None:
         pool.run(lambda comm: threading.Lock(), timeout_s=WAIT_S)
 
 
+def test_an_exit_and_an_odd_result_leave_the_pool(pool: LaunchPool) -> None:
+    with pytest.raises(R2cclError, match=r"rank . called sys.exit\(None\)"):
+        pool.run(lambda comm: sys.exit(), timeout_s=WAIT_S)
+    with pytest.raises(InvalidArgument, match="cannot be unpickled"):
+        pool.run(lambda comm: UnicodeDecodeError.__new__(UnicodeDecodeError), timeout_s=WAIT_S)
+
+
 def test_a_timeout_that_is_no_number_is_refused(pool: LaunchPool) -> None:
     with pytest.raises(InvalidArgument, match="launch_pool: timeout_s=nan: allowed is a number"):
         pool.run(by_rank, timeout_s=float("nan"))
@@ -231,6 +239,12 @@ def test_ranks_end_with_a_pool_that_is_forgotten() -> None:
     del pool
     gc.collect()
     await_true(lambda: not is_alive(pid))
+
+
+def test_a_setting_that_cannot_be_sent_hides_the_secret() -> None:
+    with pytest.raises(InvalidArgument, match=r"init\(.*'\*\*\*'.* cannot be sent") as caught:
+        r2ccl.launch_pool(1, secret="5e" * 32, faults=threading.Lock())
+    assert "5e5e" not in str(caught.value)
 
 
 def test_a_wrong_setting_is_reported_by_the_pool() -> None:

@@ -25,6 +25,40 @@ def test_lines_are_whole_and_tagged_once_a_second_rank_writes() -> None:
     assert out.getvalue() == b"alone\n[1] other\n[0] partial\n[1] no newline\n"
 
 
+def test_a_progress_bar_appears_at_once() -> None:
+    out = io.BytesIO()
+    printer = LinePrinter("always", out)
+    printer.feed(0, "err", b"\r10%")
+    printer.feed(0, "err", b"\r20%")
+    assert out.getvalue() == b"[0] \r[0] 10%\r"
+    printer.finish(0, "err")
+    assert out.getvalue() == b"[0] \r[0] 10%\r[0] 20%\n"
+
+
+def test_a_long_line_is_written_in_pieces() -> None:
+    """A line that was kept whole was copied for each of its chunks: 80 MB took minutes."""
+    out = io.BytesIO()
+    printer = LinePrinter("auto", out)
+    chunk = b"z" * (64 << 10)
+    for _ in range(20):
+        printer.feed(0, "out", chunk)
+    assert len(out.getvalue()) > 1 << 20
+    printer.feed(0, "out", b"\n")
+    assert out.getvalue() == chunk * 20 + b"\n"
+
+
+def test_other_ranks_do_not_write_into_a_long_line() -> None:
+    out = io.BytesIO()
+    printer = LinePrinter("always", out)
+    piece = b"z" * ((1 << 20) + 1)
+    printer.feed(0, "out", piece)
+    assert printer.is_within_line
+    printer.feed(1, "out", b"other\n")
+    assert not printer.is_within_line
+    printer.feed(0, "out", b"rest\n")
+    assert out.getvalue() == b"[0] " + piece + b"\n[1] other\n[0] rest\n"
+
+
 def test_ranks_have_colours_of_their_own() -> None:
     out = io.BytesIO()
     printer = LinePrinter("always", out, is_coloured=True)

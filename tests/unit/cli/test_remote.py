@@ -241,6 +241,16 @@ def test_the_commands_by_hand_start_one_job(
     assert secret.read_text().strip() not in text
 
 
+def test_the_commands_by_hand_contain_no_secret(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("R2CC_SECRET", "5e" * 32)
+    assert run("--hosts", HOSTS, "--by-hand", "--env", "R2CC_SECRET", "--env", "A=1", "true") == 0
+    text = capfd.readouterr().out
+    assert "--env A=1" in text
+    assert "5e5e" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
