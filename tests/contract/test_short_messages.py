@@ -60,15 +60,18 @@ def test_a_receive_from_any_rank_is_no_repetition() -> None:
     assert launch(functools.partial(programs.with_any_source, 20), 2, timeout_s=60.0) == [0, 0]
 
 
+@pytest.mark.parametrize("count", [3_000, 30_000])
 @pytest.mark.parametrize("seed", slow_but((0, 1), range(10)))
-def test_a_repeated_receive_takes_other_messages_too(seed: int) -> None:
+def test_a_repeated_receive_takes_other_messages_too(seed: int, count: int) -> None:
+    """Short and long ones."""
     (_, nsends, nsent), (nwrong, nreceives, ntook) = launch(
-        functools.partial(programs.surprises, seed, 150), 2, timeout_s=100.0
+        functools.partial(programs.surprises, seed, 150, count), 2, timeout_s=100.0
     )
     assert nwrong == 0
     assert nsends > 20
     assert nreceives > 20
-    assert nsent == ntook > 0
+    assert nsent == ntook
+    assert (nsent > 0) == (count < 10_000)
 
 
 def test_messages_of_more_sizes_than_are_prepared_are_exact() -> None:

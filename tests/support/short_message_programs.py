@@ -12,10 +12,12 @@ from support.compiled_programs import compiled_of, counted_repeats, cut_first_ra
 
 import r2ccl
 from r2ccl import ANY_TAG, Communicator, Message
+from r2ccl.config import Config
 from r2ccl.runtime.messages.outcome import NOT_RUN
 
 #: Numbers of elements: none, staged with the header, one fragment, and too many for an envelope.
 COUNTS = (0, 1, 77, 500, 3_000, 20_001)
+EAGER_NBYTES = Config().eager_nbytes
 
 
 def data(seed: int, source: int, count: int) -> np.ndarray[Any, Any]:
@@ -112,10 +114,11 @@ def with_any_source(nrounds: int) -> int:
         return nwrong
 
 
-def surprises(seed: int, nrounds: int) -> tuple[int, int, int]:
+def surprises(seed: int, nrounds: int, count: int) -> tuple[int, int, int]:
     """Send messages that a repeated receive does not expect; return faults and repeated exchanges.
 
-    The last result is the number of bytes that rank 0 counts as sent, and rank 1 as taken.
+    The messages have `count` elements. The last result is the number of bytes of short messages
+    that rank 0 counts as sent, and rank 1 as taken.
     """
     chance, nwrong = random.Random(seed), 0  # equal on both ranks
     with r2ccl.init(shm="0", compiled="1") as comm:
@@ -130,7 +133,6 @@ def surprises(seed: int, nrounds: int) -> tuple[int, int, int]:
             return found
 
         short.repeat_exchange = counted
-        count = 3_000
         out = np.empty(count, np.float32)
 
         def move(number: int, tag: int, wanted: int) -> None:
@@ -146,10 +148,10 @@ def surprises(seed: int, nrounds: int) -> tuple[int, int, int]:
             kind = chance.randrange(20)
             if kind == 0:
                 move(number, 4, ANY_TAG)
-            elif kind == 1 and comm.rank == 0:
+            elif kind == 1 and (comm.rank == 0 or 4 * count > EAGER_NBYTES):
                 move(number, 9, 9)
                 move(number + 1, 3, 3)
-            elif kind == 1:  # in another order
+            elif kind == 1:  # in another order, for which a long message would wait
                 move(number + 1, 3, 3)
                 move(number, 9, 9)
             elif kind == 2:  # more than the receiver may buffer
@@ -161,7 +163,7 @@ def surprises(seed: int, nrounds: int) -> tuple[int, int, int]:
                 move(number, 3, ANY_TAG)
         comm.barrier()
         driver: Any = way.driver
-        nbytes = driver._took[0] if comm.rank else driver._sent[1]
+        nbytes = driver._took.get(0, 0) if comm.rank else driver._sent.get(1, 0)
         return nwrong, len(repeats), nbytes
 
 

@@ -232,10 +232,10 @@ class MessageDriver(MessageProtocol):
         return True
 
     def has_room(self, to: int, nbytes: int) -> bool:
-        """Return whether rank `to` may buffer a short message of `nbytes`."""
+        """Return whether rank `to` may buffer a message of `nbytes`; always, if it is long."""
         peer = self._members[to]
         untaken = self._sent.get(peer, 0) - self._taken.get(peer, 0)
-        return untaken + nbytes <= MOST_UNTAKEN
+        return untaken + nbytes <= MOST_UNTAKEN or not self.is_short(nbytes)
 
     # Short messages in compiled code, see `r2ccl.runtime.messages.short`
 
@@ -262,7 +262,7 @@ class MessageDriver(MessageProtocol):
         return not self.matching.is_empty or any(self._envelopes.values())
 
     def may_send(self, to: int, nbytes: int) -> bool:
-        """Return whether a short message of `nbytes` to rank `to` could be sent at once."""
+        """Return whether a message of `nbytes`, or its request, can be sent to rank `to` now."""
         return not self._envelopes.get(self._members[to]) and self.has_room(to, nbytes)
 
     def may_receive(self, source: int, tag: int) -> bool:
