@@ -3,7 +3,7 @@
 A compiled loop does the work of links, lanes (see `r2ccl.planning.lowering`), data loop and TCP
 transport, for one call at a time. At an event that the compiled loop does not handle, such as the
 failure of a connection, it returns, and the data loop finishes the call. An exchange of short
-messages (`r2ccl.runtime.messages.short`) is a call, too. The modules:
+messages (`r2ccl.runtime.messages.direct_calls`) is a call, too. The modules:
 
 - `layout` defines the tables that compiled code and Python share; `program` makes them from a plan;
 - `system` has the system calls, `tables` the access to the tables, `steps` the dependencies and

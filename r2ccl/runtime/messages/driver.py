@@ -237,7 +237,7 @@ class MessageDriver(MessageProtocol):
         untaken = self._sent.get(peer, 0) - self._taken.get(peer, 0)
         return untaken + nbytes <= MOST_UNTAKEN or not self.is_short(nbytes)
 
-    # Short messages in compiled code, see `r2ccl.runtime.messages.short`
+    # Short messages in compiled code, see `r2ccl.runtime.messages.direct_calls`
 
     def is_short(self, nbytes: int) -> bool:
         """Return whether a message of `nbytes` is short; any thread may call this."""

@@ -17,6 +17,7 @@ from r2ccl.failover.migration.calls import message_context
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.contexts import Context
 from r2ccl.runtime.data_loop import DataLoop
+from r2ccl.runtime.messages.direct_calls import DirectCalls
 from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.local import LocalEngine, LocalMessages
 from r2ccl.runtime.messages.local_driver import LocalDriver
@@ -24,7 +25,6 @@ from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.network import NetworkMessages
 from r2ccl.runtime.messages.outcome import DirectEnd, Outcome
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
-from r2ccl.runtime.messages.short import ShortMessages
 from r2ccl.runtime.patience import Caller, Patience
 from r2ccl.runtime.status import Pending, Wait
 
@@ -213,10 +213,10 @@ class Messenger:
             depth=job.config.landing_depth,
             health=health,
         )
-        short = None
+        calls = None
         if loop.compiled is not None:
-            short = ShortMessages(loop, driver, self, self._pending_direct, self._timeout_s)
-        self._network = NetworkMessages(self, loop, driver, connect, short)
+            calls = DirectCalls(loop, driver, self, self._pending_direct, self._timeout_s)
+        self._network = NetworkMessages(self, loop, driver, connect, calls)
         #: Carrier of the messages.
         self.way: Way = self._network
         #: Identifier of the thread that began to wait for a message last; 0 once a wait has ended.

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from r2ccl.runtime.data_loop import DataLoop
+from r2ccl.runtime.messages.direct_calls import DirectCalls
 from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, Outcome
-from r2ccl.runtime.messages.short import ShortMessages
 from r2ccl.runtime.patience import Caller, Patience
 
 
@@ -27,7 +27,7 @@ class NetworkMessages:
         Exchange of the messages.
     connect : callable
         ``connect(peers)`` connects paths to ranks of the job, and waits for them.
-    short : ShortMessages or None
+    calls : DirectCalls or None
         Runs direct calls; None if there are none.
     """
 
@@ -40,12 +40,12 @@ class NetworkMessages:
         loop: DataLoop,
         driver: MessageDriver,
         connect: Callable[[frozenset[int]], None],
-        short: ShortMessages | None,
+        calls: DirectCalls | None,
     ) -> None:
         self.driver = driver
         #: True if direct calls are possible.
-        self.is_direct = short is not None
-        self._short = short
+        self.is_direct = calls is not None
+        self._calls = calls
         self._caller = caller
         self._loop = loop
         self._connect = connect
@@ -89,10 +89,10 @@ class NetworkMessages:
 
     def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
         """Implement `Way.repeat`, for the last direct call only."""
-        short = self._short
-        if short is None:
+        calls = self._calls
+        if calls is None:
             return NOT_RUN
-        found = short.repeat_exchange(key, x, out)
+        found = calls.repeat_exchange(key, x, out)
         if isinstance(found, Delayed):
             self._loop.send_rest()
         return found
@@ -100,18 +100,18 @@ class NetworkMessages:
     def begin(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
     ) -> Outcome:
-        """Run a direct call of short messages; see `Way.begin`."""
-        short = self._short
-        if short is None or not short.is_likely(key, sent, received):
+        """Run a direct call; see `Way.begin`."""
+        calls = self._calls
+        if calls is None or not calls.is_likely(key, sent, received):
             return NOT_RUN
-        found = short.repeat(key, sent, received)
+        found = calls.repeat(key, sent, received)
         if found is not NOT_RUN:
             self._loop.send_rest()
             return found
 
         def run() -> Outcome:
             self._caller.check()
-            return short.run(key, sent, received)
+            return calls.run(key, sent, received)
 
         outcome: Outcome = self._call(run)
         return outcome

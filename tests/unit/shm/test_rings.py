@@ -147,7 +147,7 @@ def test_a_frame_and_a_wake_end_a_wait():
                 receiver.consume(0, len(receiver.frame().data))
 
 
-def test_short_messages_are_admitted_up_to_a_limit():
+def test_direct_calls_are_admitted_up_to_a_limit():
     with joined(2) as (sender, receiver):
         nbytes = 1 << 16
         nsent = 0

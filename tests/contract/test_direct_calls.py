@@ -1,4 +1,4 @@
-"""Short messages over TCP in compiled code: exact wherever it returns to Python, and after cuts."""
+"""Blocking messages over TCP: exact wherever a call leaves compiled code, and after cuts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import itertools
 
 import pytest
-from support import short_message_programs as programs
+from support import direct_call_programs as programs
 from support.jobs import launch
 from support.slow import slow_but
 

@@ -1,11 +1,10 @@
-"""Direct calls over TCP: short messages in compiled code.
+"""Direct calls over TCP: blocking sends and receives in compiled code.
 
-A direct call is to the links what a collective is: a plan of at most one slice to send and one to
-receive, which `r2ccl.runtime.compiled` runs. Each slice is an envelope of
-`r2ccl.runtime.messages.driver`, with the data of the message. A received envelope that is not the
-expected message, for example because its tag differs, is handled as in Python. If compiled code
-leaves the call, its send and receive become requests of the driver, and the events of the call are
-passed to these.
+A direct call is to the links what a collective is: a plan, which `r2ccl.runtime.compiled` runs. It
+sends at most one message and receives at most one; see `r2ccl.runtime.messages.prepared` for the
+plans. A received envelope that is not the expected one, for example because its tag differs, is
+handled as in Python. If compiled code leaves the call, its send and receive become requests of the
+driver, and the events of the call are passed to these.
 
 A call with the peers, tags and sizes of the two before it is repeated by one compiled function
 (`r2ccl.runtime.compiled.repeated_message`), which keeps the driver's counts of messages until the
@@ -84,7 +83,7 @@ class _RepeatedExchange(NamedTuple):
     run: Callable[[Any, Any, tuple[()]], Any]
 
 
-class ShortMessages:
+class DirectCalls:
     """Direct calls of one communicator over links.
 
     Only the thread that owns the data loop may call `run`. The last call may be held and repeated,
@@ -149,12 +148,12 @@ class ShortMessages:
     def run(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
     ) -> Outcome:
-        """Run a direct call of short messages, see `r2ccl.runtime.messages.outcome`.
+        """Run a direct call, see `r2ccl.runtime.messages.outcome`.
 
         Return NOT_RUN if a peer is this rank, `ANY` or not connected; if a message or receive of
-        the communicator has to come first; if a receive waits, which could take the message; if a
-        long message is under way, which compiled code would delay; if the links or connections are
-        in use; or if too many calls are prepared.
+        the communicator has to come first; if a receive waits, which could take the message, or any
+        receive if a message of the call is long; if a long message is under way, which compiled
+        code would delay; if the links or connections are in use; or if too many calls are prepared.
         """
         driver = self._driver
         self._compiled.take_events()  # one of them may be the message to receive
@@ -435,4 +434,4 @@ def _size_of(end: DirectEnd | None) -> tuple[int, int]:
     return (ANY, -1) if end is None else (end.peer, end.buffer.nbytes)
 
 
-__all__ = ["ShortMessages"]
+__all__ = ["DirectCalls"]

@@ -1,4 +1,4 @@
-"""Programs of ranks that exchange short messages over TCP, which compiled code runs."""
+"""Programs of ranks that exchange messages over TCP in direct calls, which compiled code runs."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def surprises(seed: int, nrounds: int, count: int) -> tuple[int, int, int]:
     chance, nwrong = random.Random(seed), 0  # equal on both ranks
     with r2ccl.init(shm="0", compiled="1") as comm:
         way = comm._engine.messenger.way
-        short: Any = way._short
-        repeat, repeats = short.repeat_exchange, []
+        calls: Any = way._calls
+        repeat, repeats = calls.repeat_exchange, []
 
         def counted(*given: Any) -> Any:
             found = repeat(*given)
@@ -132,7 +132,7 @@ def surprises(seed: int, nrounds: int, count: int) -> tuple[int, int, int]:
                 repeats.append(found)
             return found
 
-        short.repeat_exchange = counted
+        calls.repeat_exchange = counted
         out = np.empty(count, np.float32)
 
         def move(number: int, tag: int, wanted: int) -> None:
