@@ -60,7 +60,7 @@ demo: $(VENV)/.demo ## train a small model over four rails per node and lose one
 demo-gpt: $(TORCH_VENV)/.test ## train a GPT with torch on 4 nodes, lose 2 NICs and get them back; the picture is out/gpt.png
 	@$(TORCH_BIN)/python examples/train_gpt.py
 
-test: $(VENV)/.test ## run all tests except the slow ones, in 6 to 9 minutes; TESTS="tests/unit/algos ..." selects tests
+test: $(VENV)/.test ## run all tests except the slow ones, in 4 to 9 minutes; TESTS="tests/unit/algos ..." selects tests
 	@$(call pytest,$(if $(TESTS),,-m "not slow"))
 
 test-slow: $(VENV)/.test ## run the tests that `make test` leaves out, in an hour; SLICE=0/6 runs a sixth of them
@@ -114,7 +114,7 @@ test-torch: $(TORCH_VENV)/.test ## run the tests of the backend for torch.distri
 test-interop: $(INTEROP_VENV)/.test ## run the tests with Ray, Dask and JAX; downloads 0.8 GB
 	@$(INTEROP_BIN)/python -m pytest $(or $(TESTS),tests/interop)
 
-test-matrix: ## run `make test` with each Python of MATRIX that this machine has, each in 6 to 9 minutes
+test-matrix: ## run `make test` with each Python of MATRIX that this machine has, each in 4 to 9 minutes
 	@status=0; for version in $(MATRIX); do \
 		python=$$(for each in python$$version $$HOME/.pyenv/versions/$$version*/bin/python; do \
 			"$$each" -c 'import ensurepip, venv' 2>/dev/null && echo "$$each" && break; done); \

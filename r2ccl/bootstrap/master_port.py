@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def reserve_port() -> socket.socket:
-    """Return a socket that reserves a port of loopback, at which rank 0 can listen.
+    """Return a socket that reserves a port of all addresses, at which rank 0 can listen.
 
     The port is bound, so the kernel gives it to no other process. No socket listens at it, so a
     process that sets SO_REUSEADDR, as torch's store does, can.
@@ -23,7 +23,7 @@ def reserve_port() -> socket.socket:
     held = socket.socket()
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+        held.bind(("", 0))
     except BaseException:
         held.close()
         raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Collection, Sequence
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         If the arguments are wrong (status 2), or ask for help, the version or a completion script
         (status 0).
     """
+    if sys.stdout is None:  # the shell has closed it, as `>&-` does
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
     words = sys.argv[1:] if argv is None else argv
     try:
         try:

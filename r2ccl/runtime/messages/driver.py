@@ -51,6 +51,8 @@ _FIRST_OP_MASK = (1 << 32) - 1
 _LENGTH = struct.Struct("<Q")
 #: Size of a grant of a message whose data uses one channel.
 GRANT_NBYTES = ENVELOPE_NBYTES + _LENGTH.size
+#: Maximum number of slices of a message in compiled code, whose tables grow with their number.
+_MOST_SLICES = 1024
 #: The data of a message is divided among the channels at multiples of this number of bytes.
 _ALIGN = 64
 
@@ -283,8 +285,9 @@ class MessageDriver(MessageProtocol):
         )  # fmt: skip
 
     def is_undivided(self, nbytes: int) -> bool:
-        """Return whether the data of a message uses one channel, whatever the health is."""
-        return len(self._rails) == 1 or nbytes <= self._slice_nbytes
+        """Return whether a message has one channel, whatever the health is, and not many slices."""
+        is_small = nbytes <= self._slice_nbytes * _MOST_SLICES
+        return is_small and (len(self._rails) == 1 or nbytes <= self._slice_nbytes)
 
     def cuts_of(self, nbytes: int) -> tuple[int, ...]:
         """Return the boundaries of the slices of an undivided message."""

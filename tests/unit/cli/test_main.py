@@ -243,3 +243,13 @@ def test_completion_without_its_package_says_what_to_do(
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["--print-completion", "bash"]) == 2
     assert "pip install 'r2ccl[cli]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["--version", "doctor --json", "launch -n 1 -- true"])
+def test_a_closed_standard_output_is_no_error(arguments: str) -> None:
+    command = f"{sys.executable} -m r2ccl {arguments} >&-"
+    ran = subprocess.run(
+        ["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "Traceback" not in ran.stderr
