@@ -43,10 +43,10 @@ class EnvelopeKind(enum.IntEnum):
     """Kinds of the frames by which a message is sent, and their numbers on the wire.
 
     MESSAGE contains a short message. REQUEST announces any other message: a long one, a synchronous
-    one, or a short one that would exceed `MOST_UNTAKEN`. GRANT or REFUSE answers a REQUEST; after a
-    GRANT, the data follows as DATA in shared memory, or as slices of links. On links, every
-    envelope tells the peer how many bytes of its short messages this rank's receives have taken;
-    TAKEN tells nothing else.
+    one, or a short one that would exceed `MOST_UNTAKEN` (`MOST_UNTAKEN_ON_LINKS`). GRANT or REFUSE
+    answers a REQUEST; after a GRANT, the data follows as DATA in shared memory, or as slices of
+    links. On links, every envelope tells the peer how many bytes of its short messages this rank's
+    receives have taken; TAKEN tells nothing else.
     """
 
     MESSAGE = 1
@@ -57,11 +57,13 @@ class EnvelopeKind(enum.IntEnum):
     DATA = 6
 
 
-#: Maximum total size of short messages to one peer that no receive has taken yet, in bytes.
+#: Maximum total size of short messages to one peer that no receive has taken yet, in bytes: in
+#: shared memory, and over links.
 MOST_UNTAKEN = 1 << 20
-#: Total size of a peer's short messages, in bytes, that a rank takes before it reports them in an
-#: envelope of their own.
-MOST_UNREPORTED = MOST_UNTAKEN // 2
+MOST_UNTAKEN_ON_LINKS = 1 << 22
+#: Total size of a peer's short messages over links, in bytes, that a rank takes before it reports
+#: them in an envelope of their own.
+MOST_UNREPORTED = MOST_UNTAKEN_ON_LINKS // 2
 
 
 class Collective(enum.IntEnum):
@@ -269,6 +271,7 @@ __all__ = [
     "DIRECT",
     "MOST_UNREPORTED",
     "MOST_UNTAKEN",
+    "MOST_UNTAKEN_ON_LINKS",
     "ORDERED_OP",
     "PAIRWISE",
     "PARTED",

@@ -41,14 +41,14 @@ from r2ccl.runtime.compiled.repeated import is_slot_free, renew
 from r2ccl.shm.atomics import call_function, words_at
 from r2ccl.shm.layout import CHANGED, FINISHED
 from r2ccl.shm.rounds import fits
-from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN
+from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN_ON_LINKS
 
 
 @inlined
 def is_possible(words: Any) -> Any:
     """Return whether the receiver may buffer the message, and no report to the sender is due."""
     nbytes = words[NBYTES_SENT] - words[NBYTES_TAKEN] + words[OUTGOING_NBYTES]
-    if words[OUTGOING] and nbytes > MOST_UNTAKEN:
+    if words[OUTGOING] and nbytes > MOST_UNTAKEN_ON_LINKS:
         return False
     is_reported = words[OUTGOING] and words[IS_ANSWERED]
     return is_reported or words[NBYTES_TOOK] - words[NBYTES_REPORTED] < MOST_UNREPORTED

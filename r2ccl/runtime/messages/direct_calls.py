@@ -55,9 +55,9 @@ _NOTHING = np.empty(0, np.uint8)
 #: prepared calls are dropped, because the program may have changed its sizes.
 _NPREPARED, _NREFUSED = 32, 1_000
 #: A call that leaves compiled code takes longer than a call in Python. It adds `_LEFT_COST` to the
-#: cost of its key, or `_LEFT_LONG_COST` if its messages are long; a call that ends in compiled code
-#: subtracts 1. If the cost exceeds `_MOST_COST`, the next `_NSKIPPED` calls are not direct.
-_LEFT_COST, _LEFT_LONG_COST, _MOST_COST, _NSKIPPED = 16, 4, 32, 100
+#: cost of its key; a call that ends in compiled code subtracts 1. If the cost exceeds `_MOST_COST`,
+#: the next `_NSKIPPED` calls are not direct.
+_LEFT_COST, _MOST_COST, _NSKIPPED = 4, 32, 100
 
 
 class _RepeatedExchange(NamedTuple):
@@ -341,7 +341,7 @@ class DirectCalls:
         found: Outcome = None
         if requests:
             found = requests[0]
-            self._note_left(key, isinstance(call, PreparedLong))
+            self._note_left(key)
         else:
             cost = self._costs.get(key, 0)
             if cost:
@@ -380,10 +380,10 @@ class DirectCalls:
             taker = driver.receive(view, dtype, received.peer, received.tag)
         return Delayed(request, taker)
 
-    def _note_left(self, key: tuple[int, ...], is_long: bool) -> None:
+    def _note_left(self, key: tuple[int, ...]) -> None:
         if len(self._costs) >= 2 * _NPREPARED:
             self._costs.clear()
-        cost = self._costs.get(key, 0) + (_LEFT_LONG_COST if is_long else _LEFT_COST)
+        cost = self._costs.get(key, 0) + _LEFT_COST
         self._costs[key] = cost if cost <= _MOST_COST else -_NSKIPPED
 
     def _prepare(self, sent: DirectEnd | None, received: DirectEnd | None) -> PreparedCall | None:

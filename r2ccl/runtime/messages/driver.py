@@ -42,7 +42,7 @@ from r2ccl.runtime.compiled.layout import (
 )
 from r2ccl.runtime.messages.matching import ANY, Envelope, Message
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
-from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN, EnvelopeKind, signed_word
+from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN_ON_LINKS, EnvelopeKind, signed_word
 
 #: kind, dtype, first call of the communicator (lower bits), tag, ident, nbytes, number of bytes of
 #: the peer's short messages that this rank has taken; `ENVELOPE_NBYTES` in all
@@ -237,7 +237,7 @@ class MessageDriver(MessageProtocol):
         """Return whether rank `to` may buffer a message of `nbytes`; always, if it is long."""
         peer = self._members[to]
         untaken = self._sent.get(peer, 0) - self._taken.get(peer, 0)
-        return untaken + nbytes <= MOST_UNTAKEN or not self.is_short(nbytes)
+        return untaken + nbytes <= MOST_UNTAKEN_ON_LINKS or not self.is_short(nbytes)
 
     # Short messages in compiled code, see `r2ccl.runtime.messages.direct_calls`
 

@@ -9,8 +9,9 @@ envelope; the peer buffers it until a receive takes it. A long message is announ
     data                                ->   the receive is complete
 
 If the short messages to a peer that the peer's receives have not taken would exceed `MOST_UNTAKEN`
-bytes, further short messages to the peer are announced too. This bounds the memory of the peer. A
-synchronous message is always announced: the grant tells its sender that a receive has taken it.
+bytes (over links `MOST_UNTAKEN_ON_LINKS`), further short messages to the peer are announced too.
+This bounds the memory of the peer. A synchronous message is always announced: the grant tells its
+sender that a receive has taken it.
 
 Invariant: the memory of a message is neither read nor written once its request is done.
 """
