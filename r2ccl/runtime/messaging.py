@@ -104,9 +104,10 @@ class MessageCalls:
                     found = way.begin(key, sent, end)
                 if found is not NOT_RUN:
                     return self._finish(found, x, out)
-            start, messenger = self._collectives.start_message, self._messenger
-            send = partial(messenger.send, *self._to(x, to, tag), is_synchronous=False)
-            receive = partial(messenger.receive, *self._from(out, source, recv_tag, "recv_tag"))
+            to_end, from_end = self._to(x, to, tag), self._from(out, source, recv_tag, "recv_tag")
+            send = partial(self._messenger.send, *to_end, is_synchronous=False)
+            receive = partial(self._messenger.receive, *from_end)
+            start = self._collectives.start_message
             if self._collectives.group_here() is not None:
                 start(receive, False)
                 start(send, False)

@@ -52,9 +52,9 @@ def test_a_message_that_does_not_fit_is_refused_and_not_lost() -> None:
 
 def test_the_memory_of_unexpected_messages_is_bounded() -> None:
     run = functools.partial(programs.many_unexpected, 1000, 1000)
-    (is_right, nkept), _ = launch(run, 2, timeout_s=TIMEOUT_S)
+    (is_right, kept), _ = launch(run, 2, timeout_s=TIMEOUT_S)
     assert is_right
-    assert 500_000 < nkept <= 1 << 20
+    assert 0.5 < kept <= 1
 
 
 @pytest.mark.parametrize("nranks", slow_but([3], [2, 3, 4]))

@@ -154,4 +154,4 @@ def make_repeated() -> Callable[[int, int, int, int, int], int]:
     return loop
 
 
-__all__ = ["make_repeated"]
+__all__ = ["is_slot_free", "make_repeated", "renew"]
