@@ -57,7 +57,7 @@ _NPREPARED, _NREFUSED = 32, 1_000
 #: A call that leaves compiled code takes longer than a call in Python. It adds `_LEFT_COST` to the
 #: cost of its key; a call that ends in compiled code subtracts 1. If the cost exceeds `_MOST_COST`,
 #: the next `_NSKIPPED` calls are not direct.
-_LEFT_COST, _MOST_COST, _NSKIPPED = 4, 32, 100
+_LEFT_COST, _MOST_COST, _NSKIPPED = 8, 32, 100
 
 
 class _RepeatedExchange(NamedTuple):
