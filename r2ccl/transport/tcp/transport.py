@@ -504,6 +504,7 @@ class TcpTransport(PreconnectedTransport):
         assert place is not None
         conn.target = None
         if not place.rest:
+            conn.place = None  # it refers to the memory of the receiver
             del conn.places[frame.channel, frame.seq]
             self._events.append(Arrived(conn.path, frame, None, place.began_s, place.is_confirmed))
 

@@ -1,13 +1,16 @@
-"""The TCP transport when the kernel breaks its word: nothing stays open."""
+"""The TCP transport: memory of slices, and the end when the kernel breaks its word."""
 
 from __future__ import annotations
 
 import socket
+import sys
 
+import numpy as np
 import pytest
 
 from r2ccl.errors import InternalError
-from r2ccl.transport.tcp.connection import Connection, NamedPlace
+from r2ccl.transport.base import Arrived, Frame
+from r2ccl.transport.tcp.connection import Connection, NamedPlace, pack_data
 from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import BYPASS, PathKey
 
@@ -56,3 +59,21 @@ def test_close_closes_all_even_if_bytes_are_lost(transport: TcpTransport) -> Non
     assert transport.descriptors() == []
     for far, _ in opened:
         far.close()
+
+
+def test_no_reference_to_the_memory_of_a_slice_is_kept(transport: TcpTransport) -> None:
+    path, frame = PathKey(1, 0), Frame(0, 0, 0, 1, 0)
+    found: list[Arrived] = []
+    far, _ = open_path(transport, path)
+    memory = np.zeros(4096, np.uint8)
+    nreferences = sys.getrefcount(memory)
+    transport.irecv(path, frame, memoryview(memory))  # type: ignore[arg-type]
+    far.sendall(pack_data(frame, memory.nbytes) + bytes([7]) * memory.nbytes)
+    for _ in range(100):
+        found += [event for event in transport.poll(0.1) if isinstance(event, Arrived)]
+        if found:
+            break
+    assert (memory == 7).all()
+    assert sys.getrefcount(memory) == nreferences
+    transport.close()
+    far.close()
