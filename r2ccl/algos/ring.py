@@ -201,7 +201,7 @@ def _allgather_ops(order: tuple[int, ...], rank: int) -> tuple[Op, ...]:
 
 
 def _by_owner(order: tuple[int, ...]) -> list[tuple[int]]:
-    """Return the sections such that the rank at position p owns section p + 1."""
+    """Return sections of one chunk each: section p + 1 is the chunk of the rank at position p."""
     return [(order[place - 1],) for place in range(len(order))]
 
 

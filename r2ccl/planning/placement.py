@@ -443,12 +443,12 @@ class _Ports:
 
 
 def _even_out(flows: Sequence[Flow], chosen: Sequence[int], ports: _Ports) -> list[int] | None:
-    """Return better rails for edges of equal load, by edge colouring; None if it does not apply.
+    """Return rails for edges by edge colouring, or `chosen` if none are better.
 
-    It applies if every edge has a rail that is up at both ends, and either all edges carry the same
-    load in both directions, or all carry it in one direction only. In the second case, edges
-    out of a node and edges into it use different directions of its ports, so each direction of a
-    node is a vertex.
+    Return None if edge colouring does not apply. It applies if every edge has a rail that is up at
+    both ends, and either all edges carry the same load in both directions, or all carry it in one
+    direction only. In the second case, edges out of a node and edges into it use different
+    directions of its ports, so each direction of a node is a vertex.
     """
     loads = {flow[3:] for flow in flows}
     is_one_way = len({up + down for up, down in loads}) == 1 and not any(u * d for u, d in loads)

@@ -118,7 +118,7 @@ class Waits:
         )
 
     def for_leaving(self, left: set[int]) -> Pending:
-        """Describe close(), while only the ranks `left` have called it."""
+        """Describe close(), while of the other ranks only those in `left` have called it."""
         ops = self.last_ops()
         return self._blocked("close()", {peer: ops[peer] for peer in ops.keys() - left})
 

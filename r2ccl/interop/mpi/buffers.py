@@ -93,7 +93,7 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     def elements(self, dtype: np.dtype[Any]) -> Array:
         """Return a view of the elements as `dtype`, which must match the datatype.
 
-        Like the caller's memory, the view may be not aligned.
+        The elements must be contiguous. Like the caller's memory, the view may be unaligned.
         """
         return self.memory[: self.count * self.nblocks * dtype.itemsize].view(dtype)
 

@@ -243,7 +243,7 @@ class PreparedLong(PreparedCall):
         driver.note_long(sent.peer, self._part(_GRANTED))
 
     def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
-        """Implement `PreparedCall.take`; compiled code has compared the request."""
+        """Implement `PreparedCall.take`; never None: compiled code has refused other requests."""
         return driver.take_long(self._part(_REQUESTED), received.peer)
 
     def fill(self, words: memoryview, *, is_sending: bool, is_receiving: bool) -> None:
