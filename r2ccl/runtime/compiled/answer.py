@@ -1,6 +1,6 @@
 """Answer to the request of a long message, in compiled code; see `r2ccl.runtime.messages.prepared`.
 
-It is the kernel of the only local step of such a call.
+It is the kernel of the local steps of such a call. The sender uses it too, to compare the grant.
 """
 
 from __future__ import annotations

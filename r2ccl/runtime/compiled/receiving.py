@@ -58,6 +58,7 @@ from r2ccl.runtime.compiled.layout import (
     POSTED,
     RECEIVED_SIGNATURE,
     RECEIVES,
+    RELEASED,
     SENDS,
     SENT_SIGNATURE,
     SPACES,
@@ -83,6 +84,26 @@ def confirm(state: Any, pair: Any, ack: Any) -> None:
     if ack > pair[CONFIRMED]:
         pair[CONFIRMED] = ack
         release(state, pair)
+
+
+@inlined
+def is_awaited(state: Any, number: Any) -> Any:
+    """Return whether the call needs further frames of connection `number`.
+
+    These are slices; landing places and confirmations, for which slices to send wait; and the
+    confirmations without which a call with cleared slices does not end.
+    """
+    for each in range(state[NPAIRS]):
+        pair = pair_of(state, each)
+        if pair[CONN] != number:
+            continue
+        if pair[DELIVERED] < pair[NRECEIVES] or pair[POSTED] < pair[NSENDS]:
+            return True
+        if state[IS_RESILIENT] and pair[RELEASED] < pair[NSENDS]:
+            last = words_at(pair[SENDS])[pair[NSENDS] - 1]
+            if not step_of(state, last >> 32)[IS_EAGER]:
+                return True
+    return False
 
 
 @inlined
@@ -150,8 +171,8 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
     if not is_expected or ordinal < 0:
         return FOREIGN
     if ordinal >= pair[NRECEIVES]:  # a later message
-        if pair[POSTED] < pair[NSENDS]:
-            return FOREIGN  # a confirmation for which a slice waits may follow
+        if is_awaited(state, number):
+            return FOREIGN  # a frame for which the call waits may follow
         conn[IS_STALLED] = 1
         return MORE
     arrived = words_at(pair[ARRIVED])

@@ -314,8 +314,15 @@ class MessageDriver(MessageProtocol):
 
         See `r2ccl.runtime.compiled.layout`. If `is_any`, the message may have any tag.
         """
-        kind = struct.pack("<BBxxI", EnvelopeKind.REQUEST, dtype, self._first_op)
-        return signed_word(int.from_bytes(kind, "little")), tag, nbytes, int(is_any)
+        return self._kind_word(EnvelopeKind.REQUEST, dtype), tag, nbytes, int(is_any)
+
+    def expected_grant(self, nbytes: int) -> tuple[int, int, int, int]:
+        """Return the words that the grant of a long message must have, as `expected`."""
+        return self._kind_word(EnvelopeKind.GRANT, 0), 0, nbytes, 0
+
+    def _kind_word(self, kind: int, dtype: int) -> int:
+        packed = struct.pack("<BBxxI", kind, dtype, self._first_op)
+        return signed_word(int.from_bytes(packed, "little"))
 
     def note_long(self, to: int, grant: memoryview) -> None:
         """Count a long message to rank `to`, which compiled code has sent."""

@@ -6,7 +6,7 @@ A short message is one eager slice, its envelope with the data. A long one takes
 
     sender                           receiver
     REQUEST, an eager slice      ->  compares it with the expected one
-                                 <-  GRANT, an eager slice, and landing places
+    compares it with one         <-  GRANT, an eager slice, and landing places
     slices of data               ->
 """
 
@@ -163,6 +163,7 @@ class PreparedLong(PreparedCall):
         self._pool = pool
         self._scratch = np.zeros(_SCRATCH_NBYTES, np.uint8)
         steps: list[Step] = []
+        local: list[int] = []
         sends: dict[tuple[int, int], list[int]] = {}
         receives: dict[tuple[int, int], list[int]] = {}
         control, data = driver.channel, driver.data_channel
@@ -187,14 +188,18 @@ class PreparedLong(PreparedCall):
         if sent is not None:
             step = _step(OpKind.RECV, to, Space.SCRATCH, _GRANTED, is_eager=True)
             granted = add(step, control)
+            # A short message of the same size may come first, and landing places before the grant.
+            shift = _GRANTED[0] - _CHECKED[0]
+            step = _step(OpKind.REDUCE, -1, Space.SCRATCH, _CHECKED, after=granted, shift=shift)
+            checked = add(step, -1)
+            local.append(checked)
             cuts = driver.cuts_of(sent.buffer.nbytes)
-            add(_step(OpKind.SEND, to, Space.INPUT, cuts, after=granted), data)
-        local: tuple[int, ...] = ()
+            add(_step(OpKind.SEND, to, Space.INPUT, cuts, after=checked), data)
         if received is not None:
             shift = _REQUESTED[0] - _GRANT[0]
             step = _step(OpKind.REDUCE, -1, Space.SCRATCH, _GRANT, after=requested, shift=shift)
             answered = add(step, -1)
-            local = (answered,)
+            local.append(answered)
             step = _step(OpKind.SEND, source, Space.SCRATCH, _GRANT, after=answered, is_eager=True)
             add(step, control)
             cuts = driver.cuts_of(received.buffer.nbytes)
@@ -203,7 +208,7 @@ class PreparedLong(PreparedCall):
             tuple(steps),
             tuple(LinkSteps(*link, tuple(order)) for link, order in sends.items()),
             tuple(LinkSteps(*link, tuple(order)) for link, order in receives.items()),
-            local,
+            tuple(local),
             sum(step.nslices for step in steps),
             (control, data),
         )
@@ -225,6 +230,7 @@ class PreparedLong(PreparedCall):
             buffer = sent.buffer
             given = buffer.dtype_code, sent.peer, sent.tag, buffer.nbytes
             driver.pack_request(self._part(_REQUEST), *given)
+            self._words(_EXPECTED_GRANT)[:] = driver.expected_grant(buffer.nbytes)
         if received is not None:
             buffer, source, tag = received.buffer, received.peer, received.tag
             driver.pack_grant(self._part(_GRANT), source, buffer.nbytes)
@@ -308,10 +314,15 @@ def _places(*sizes: int) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-#: Places in the scratch memory of a long message: request and its grant; request of the peer, words
-#: to compare it with, and the grant that answers it. The last two must follow one another.
-_REQUEST, _GRANTED, _REQUESTED, _EXPECTED, _GRANT = _places(
-    ENVELOPE_NBYTES, GRANT_NBYTES, ENVELOPE_NBYTES, 8 * EXPECTED_NWORDS, GRANT_NBYTES
+#: Places in the scratch memory of a long message: request and its grant; words to compare the grant
+#: with, and an unused envelope; request of the peer, words to compare it with, and the grant that
+#: answers it. An envelope must follow the words, see `r2ccl.runtime.compiled.answer`.
+_REQUEST, _GRANTED, _EXPECTED_GRANT, _CHECKED, _REQUESTED, _EXPECTED, _GRANT = _places(
+    ENVELOPE_NBYTES,
+    GRANT_NBYTES,
+    *(8 * EXPECTED_NWORDS, GRANT_NBYTES),
+    ENVELOPE_NBYTES,
+    *(8 * EXPECTED_NWORDS, GRANT_NBYTES),
 )
 _SCRATCH_NBYTES = _GRANT[1]
 
