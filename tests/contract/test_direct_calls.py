@@ -84,3 +84,16 @@ def test_messages_of_more_sizes_than_are_prepared_are_exact() -> None:
 def test_confirmations_reach_a_sender_on_a_new_communicator(makes_collective: bool) -> None:
     given = functools.partial(programs.before_it_is_made, makes_collective)
     assert launch(given, 3, timeout_s=60.0) == [0, 0, 0]
+
+
+def test_a_later_message_does_not_stall_a_long_one() -> None:
+    """Compiled code leaves the call at once, because the data follows the later request."""
+    found = launch(functools.partial(programs.beside_later_ones, 8), 2, timeout_s=100.0)
+    assert [nwrong for nwrong, _, _ in found] == [0, 0]
+    assert found[1][1] > 0
+    assert sum(seconds > 0.6 for seconds in found[1][2]) < 2  # the first may be slow
+
+
+def test_a_short_message_before_a_grant_is_not_the_grant() -> None:
+    found = launch(functools.partial(programs.before_the_grant, 60), 2, timeout_s=60.0)
+    assert found == [(0, 0), (0, 0)]
