@@ -13,6 +13,8 @@ from support.compiled_programs import compiled_of, counted_repeats, cut_first_ra
 import r2ccl
 from r2ccl import ANY_TAG, Communicator, Message
 from r2ccl.config import Config
+from r2ccl.runtime.compiled import program
+from r2ccl.runtime.compiled.layout import PAUSED
 from r2ccl.runtime.messages.outcome import NOT_RUN
 
 #: Numbers of elements: none, staged with the header, one fragment, and too many for an envelope.
@@ -218,6 +220,72 @@ def before_it_is_made(makes_collective: bool) -> int:
                 nwrong += not np.array_equal(out, x + number)
         comm.barrier()
         return nwrong
+
+
+def beside_later_ones(nrounds: int) -> tuple[int, int, list[float]]:
+    """Receive long messages, the next of which is announced already.
+
+    Return the number of wrong ones and of calls that left compiled code, and the times of all
+    pairs. Compiled code waits for 0.9 s before it leaves a call that has nothing to do.
+    """
+    program._SLEEP_NS = 900_000_000
+    count, nwrong = 50_000, 0
+    times_s: list[float] = []
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        compiled = compiled_of(comm)
+        loop: Any = comm._engine._loop
+
+        def run_compiled(caller: object, patience: object, run: Any) -> int:
+            """Ignore other work of the data loop, for which it would end the call."""
+            while (result := int(run())) == PAUSED:
+                pass
+            return result
+
+        for number in range(nrounds):
+            comm.barrier()
+            if comm.rank == 0:
+                time.sleep(0.03)  # the first receive waits
+                x = [data(number + each, 0, count) for each in range(2)]
+                for send in [comm.send(each, 1, 5, async_op=True) for each in x]:
+                    send.wait()
+            else:
+                loop.run_compiled = run_compiled
+                start_s = time.monotonic()
+                for each in range(2):
+                    out = np.empty(count, np.float32)
+                    comm.recv(out, 0, 5)
+                    nwrong += not np.array_equal(out, data(number + each, 0, count))
+                times_s.append(time.monotonic() - start_s)
+                del loop.run_compiled
+        return nwrong, compiled.nleft, times_s
+
+
+def before_the_grant(nrounds: int) -> tuple[int, int]:
+    """Send a long message to a rank whose own message comes first; return faults and repairs.
+
+    That message has the size of the grant, and takes the only slot, so that the landing places are
+    announced before the grant.
+    """
+    count, nwrong = 17_000, 0
+    with r2ccl.init(shm="0", compiled="1", eager_slots=1) as comm:
+        out, small = np.empty(count, np.float32), np.empty(1)
+        for number in range(nrounds):
+            if comm.rank == 1:
+                waiting = comm.recv(out, 0, number, async_op=True)
+            x = data(number, 0, count)
+            comm.barrier()
+            if comm.rank == 0:
+                comm.send(x, 1, number)  # as for any new tag, in compiled code
+                comm.recv(small, 1, 99)
+                nwrong += small[0] != number
+            else:
+                time.sleep(0.004)  # the request has arrived
+                sending = comm.send(np.full(1, float(number)), 0, 99, async_op=True)
+                waiting.wait()
+                sending.wait()
+                nwrong += not np.array_equal(out, x)
+        comm.barrier()
+        return nwrong, len(comm.repairs())
 
 
 def _ring(comm: Communicator, number: int, chance: random.Random) -> bool:
