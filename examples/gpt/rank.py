@@ -64,7 +64,8 @@ def train(comm: r2ccl.Communicator, text: Any, size: Size, nsteps: int) -> tuple
 
 def say(**fields: Any) -> None:
     """Print `fields` as a line of JSON for ``train_gpt.py``."""
-    print(json.dumps(fields), flush=True)
+    # One write: without a buffer, `print` writes the end of the line apart, after a log record.
+    print(json.dumps(fields) + "\n", end="", flush=True)
 
 
 def main() -> None:
