@@ -867,7 +867,8 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until all ranks have called `barrier`.
 
-        Earlier asynchronous collectives on host memory have then ended on all ranks.
+        Earlier asynchronous collectives on host memory have then ended on all ranks. In a `group`,
+        the barrier takes its turn at the end of the block: the call itself does not wait.
 
         Notes
         -----

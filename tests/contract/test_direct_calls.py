@@ -74,6 +74,17 @@ def test_a_repeated_receive_takes_other_messages_too(seed: int, count: int) -> N
     assert (nsent > 0) == (count < 10_000)
 
 
+def test_repeated_sends_that_sockets_do_not_take_are_sent_soon() -> None:
+    (nunsent, nforgotten), _ = launch(functools.partial(programs.unread, 20), 2, timeout_s=60.0)
+    assert nunsent > 0
+    assert nforgotten == 0
+
+
+def test_ctrl_c_loses_no_counts_of_a_repeated_exchange() -> None:
+    program = functools.partial(programs.settled_after_an_interrupt, 50)
+    assert launch(program, 2, timeout_s=60.0) == [(50, 50 * 32)] * 2
+
+
 def test_messages_of_more_sizes_than_are_prepared_are_exact() -> None:
     found = launch(functools.partial(programs.many_sizes, 60, 4), 2, timeout_s=60.0)
     assert [nwrong for nwrong, _ in found] == [0, 0]

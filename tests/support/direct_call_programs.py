@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -179,6 +182,59 @@ def many_sizes(nsizes: int, nrounds: int) -> tuple[int, int]:
                 comm.sendrecv(data(number, comm.rank, count), peer, out, peer)
                 nwrong += not np.array_equal(out, data(number, peer, count))
         return nwrong, compiled_of(comm).nfinished
+
+
+def unread(nrounds: int) -> tuple[int, int]:
+    """Send more than the sockets take at once, to a rank that is late.
+
+    Return how often data waited after a repeated send, and how often nothing was to send it soon.
+    """
+    x, out = np.arange(125, dtype=np.float32), np.empty(125, np.float32)
+    nunsent = nforgotten = 0
+    with r2ccl.init(shm="0", compiled="1") as comm, counted_repeats(comm) as repeats:
+        loop = comm._engine._loop
+        for conn in loop._transport._by_path.values():
+            conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+            conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        for _ in range(nrounds):
+            comm.barrier()
+            if comm.rank:
+                time.sleep(0.02)
+            for _ in range(7):
+                if comm.rank:
+                    comm.recv(out, 0, 3)
+                    continue
+                nbefore = len(repeats)
+                comm.send(x, 1, 3)
+                if len(repeats) > nbefore and loop._transport.has_unsent():
+                    nunsent += 1
+                    nforgotten += not loop._is_sending_rest
+        return nunsent, nforgotten
+
+
+def settled_after_an_interrupt(ncalls: int) -> tuple[int, int]:
+    """Interrupt the settling of a repeated exchange; return the driver's counts.
+
+    These are the number of messages that this rank has sent, and of their bytes.
+    """
+    x, out = np.arange(4.0), np.empty(4)
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        driver: Any = comm._engine.messenger.way.driver
+        for _ in range(ncalls):
+            comm.sendrecv(x, 1 - comm.rank, out, 1 - comm.rank)
+        take_counts = driver.import_counts
+
+        def interrupt(*given: Any) -> None:
+            driver.import_counts = take_counts
+            if get_ident() == own:
+                raise KeyboardInterrupt
+            take_counts(*given)  # the control thread settles the exchange
+
+        own, driver.import_counts = get_ident(), interrupt
+        with suppress(KeyboardInterrupt):
+            comm._engine._loop.settle_if_free()
+        comm.barrier()
+        return driver._next_ident, driver._sent[1 - comm.rank]
 
 
 def before_it_is_made(makes_collective: bool) -> int:

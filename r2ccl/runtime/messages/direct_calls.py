@@ -246,6 +246,7 @@ class DirectCalls:
                 outcome = self._end(key, call, None, ends[1], [])
             else:
                 outcome = self._continue(key, call, *ends, result)
+            self._loop.send_rest()
 
         def run(x: Any, out: Any, rest: tuple[()]) -> Any:
             # Another thread may have settled the call, and repeated it since.
@@ -270,11 +271,15 @@ class DirectCalls:
         self._exchange = _RepeatedExchange(key, sent, received, words, again)
 
     def _on_settled(self, op: int) -> None:
-        """Give the counts of messages back to the driver: the held call is settled."""
-        exchange, self._exchange = self._exchange, None
+        """Give the counts of messages back to the driver: the held call is settled.
+
+        If Ctrl-C interrupts this method, it is called again.
+        """
+        exchange = self._exchange
         if exchange is not None:
             to, source = (None if e is None else e.peer for e in (exchange.sent, exchange.received))
             self._driver.import_counts(exchange.words, to, source)
+            self._exchange = None
 
     def _again(
         self,

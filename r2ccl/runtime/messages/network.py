@@ -8,7 +8,7 @@ from typing import Any
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.messages.direct_calls import DirectCalls
 from r2ccl.runtime.messages.driver import MessageDriver
-from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, Outcome
+from r2ccl.runtime.messages.outcome import NOT_RUN, DirectEnd, Outcome
 from r2ccl.runtime.patience import Caller, Patience
 
 
@@ -90,12 +90,7 @@ class NetworkMessages:
     def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
         """Implement `Way.repeat`, for the last direct call only."""
         calls = self._calls
-        if calls is None:
-            return NOT_RUN
-        found = calls.repeat_exchange(key, x, out)
-        if isinstance(found, Delayed):
-            self._loop.send_rest()
-        return found
+        return NOT_RUN if calls is None else calls.repeat_exchange(key, x, out)
 
     def begin(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
