@@ -1,11 +1,11 @@
 """Validation of the arguments of a collective.
 
-Each collective has a function here; scan and exscan share one. The function
-makes views of the arrays in host or device memory and returns a `Request` with the call signature
-that must be equal on all ranks. If the caller passed no output, but the call needs one and its size
-is known, the function allocates it. The function does not communicate, and reads array data only to
-copy it. Its arguments ``x``, ``out``, ``op``, ``root`` and ``schedule``, and its errors, are those
-of the method of `Communicator` with the same name.
+Each collective has a function here; scan and exscan share one. The function makes views of the
+arrays in host or device memory and returns a `Request` with the call signature that must be equal
+on all ranks. If the caller passed no output, but the call needs one and its size is known, the
+function allocates it. The function does not communicate, and reads array data only to copy it. Its
+arguments ``x``, ``out``, ``op``, ``root`` and ``schedule``, and its errors, are those of the method
+of `Communicator` with the same name.
 
 Invariant: the arrays of every `Request` are valid and fit together, and its operation exists. Other
 arrays and operations raise `InvalidArgument`, before any data moves. These functions leave three

@@ -267,15 +267,22 @@ def repeated_beside_a_cut(seed: int, ncalls: int) -> tuple[int, int, int]:
 
 @contextmanager
 def counted_repeats(comm: Communicator) -> Iterator[list[object]]:
-    """Yield a list to which each repeated call adds its result."""
-    loop: Any = comm._engine._loop
-    run, results = loop.repeat, []
+    """Yield a list to which each repeated call adds None."""
+    yield count_results(comm._engine._loop, "repeat", NotImplemented)
+
+
+def count_results(owner: Any, name: str, missed: object) -> list[object]:
+    """Return a list to which each call of the method `name` adds None, unless it returns `missed`.
+
+    The results themselves would keep arrays alive.
+    """
+    run, results = getattr(owner, name), []
 
     def counted(*given: Any) -> Any:
         result = run(*given)
-        if result is not NotImplemented:
+        if result is not missed:
             results.append(None)
         return result
 
-    loop.repeat = counted
-    yield results
+    setattr(owner, name, counted)
+    return results

@@ -11,7 +11,12 @@ from threading import get_ident
 from typing import Any
 
 import numpy as np
-from support.compiled_programs import compiled_of, counted_repeats, cut_first_rail
+from support.compiled_programs import (
+    compiled_of,
+    count_results,
+    counted_repeats,
+    cut_first_rail,
+)
 
 import r2ccl
 from r2ccl import ANY_TAG, Communicator, Message
@@ -128,16 +133,7 @@ def surprises(seed: int, nrounds: int, count: int) -> tuple[int, int, int]:
     chance, nwrong = random.Random(seed), 0  # equal on both ranks
     with r2ccl.init(shm="0", compiled="1") as comm:
         way = comm._engine.messenger.way
-        calls: Any = way._calls
-        repeat, repeats = calls.repeat_exchange, []
-
-        def counted(*given: Any) -> Any:
-            found = repeat(*given)
-            if found is not NOT_RUN:
-                repeats.append(found)
-            return found
-
-        calls.repeat_exchange = counted
+        repeats = count_results(way._calls, "repeat_exchange", NOT_RUN)
         out = np.empty(count, np.float32)
 
         def move(number: int, tag: int, wanted: int) -> None:

@@ -1,15 +1,16 @@
-"""Collectives on host memory, and exchanges of short messages, over TCP in compiled code.
+"""Collectives on host memory, and exchanges of messages, over TCP in compiled code.
 
 A compiled loop does the work of links, lanes (see `r2ccl.planning.lowering`), data loop and TCP
 transport, for one call at a time. At an event that the compiled loop does not handle, such as the
-failure of a connection, it returns, and the data loop finishes the call. An exchange of short
-messages (`r2ccl.runtime.messages.direct_calls`) is a call, too. The modules:
+failure of a connection, it returns, and the data loop finishes the call. An exchange of messages
+(`r2ccl.runtime.messages.direct_calls`) is a call, too. The modules:
 
 - `layout` defines the tables that compiled code and Python share; `program` makes them from a plan;
 - `system` has the system calls, `tables` the access to the tables, `steps` the dependencies and
   reductions, `sending` and `receiving` the frames, and `loop` the loop itself; these modules are
   compiled;
-- `repeated`, compiled too, begins the same call again with the tables that the last one has left;
+- `repeated`, compiled too, begins the same call again with the tables that the last one has left,
+  and `repeated_message` an exchange; `answer` makes the grants of long messages;
 - `call` fills in the tables before a call, and updates the links after a call that ended in
   compiled code;
 - `replay` brings links, lanes and connections to the state that compiled code has reached, if the

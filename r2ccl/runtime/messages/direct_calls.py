@@ -48,7 +48,6 @@ from r2ccl.shm.arrays import form_of
 from r2ccl.shm.layout import CHANGED
 from r2ccl.shm.repeat import Role, repeat_of
 
-Bytes = npt.NDArray[np.uint8]
 _NOTHING = np.empty(0, np.uint8)
 
 #: Maximum number of prepared direct calls. More are not direct; after `_NREFUSED` of these, all
@@ -67,8 +66,8 @@ class _RepeatedExchange(NamedTuple):
     ----------
     key : tuple of int
         As for `Way.begin`.
-    sent, received : DirectEnd or None
-        The ends, whose buffers are empty.
+    to, source : int or None
+        Ranks to which the call sends, and from which it receives.
     words : memoryview
         Words of the exchange, see `r2ccl.runtime.compiled.layout`.
     run : callable
@@ -77,8 +76,8 @@ class _RepeatedExchange(NamedTuple):
     """
 
     key: tuple[int, ...]
-    sent: DirectEnd | None
-    received: DirectEnd | None
+    to: int | None
+    source: int | None
     words: memoryview
     run: Callable[[Any, Any, tuple[()]], Any]
 
@@ -227,12 +226,8 @@ class DirectCalls:
         array = np.zeros(MESSAGE_NWORDS, np.int64)
         words = memoryview(array)  # type: ignore[arg-type]
         words[ARRAYS_FORM] = data_of(form)
-        to = source = None
-        if sent is not None:
-            to = sent.peer
-        if received is not None:
-            source = received.peer
-        call.fill(words, is_sending=sent is not None, is_receiving=received is not None)
+        to, source = (None if end is None else end.peer for end in (sent, received))
+        call.fill(words, is_sending=to is not None, is_receiving=source is not None)
         words[IS_ANSWERED] = to is not None and to == source
         self._driver.export_counts(words, to, source)
 
@@ -268,7 +263,7 @@ class DirectCalls:
             kept=(call, form, array, x.dtype, out.dtype),
         )
         again = partial(self._loop.repeat, self._caller, call.program, run)
-        self._exchange = _RepeatedExchange(key, sent, received, words, again)
+        self._exchange = _RepeatedExchange(key, to, source, words, again)
 
     def _on_settled(self, op: int) -> None:
         """Give the counts of messages back to the driver: the held call is settled.
@@ -277,8 +272,7 @@ class DirectCalls:
         """
         exchange = self._exchange
         if exchange is not None:
-            to, source = (None if e is None else e.peer for e in (exchange.sent, exchange.received))
-            self._driver.import_counts(exchange.words, to, source)
+            self._driver.import_counts(exchange.words, exchange.to, exchange.source)
             self._exchange = None
 
     def _again(

@@ -276,13 +276,12 @@ class MessageDriver(MessageProtocol):
             return True
         return not matching.has_takers and self.probe(source, tag) is None
 
-    def pack_short(self, envelope: memoryview, dtype: int, to: int, tag: int, nbytes: int) -> None:
-        """Write the header of the next short message to rank `to` into `envelope`."""
-        took = self._report(self._members[to])
-        _HEADER.pack_into(
-            envelope, 0,
-            EnvelopeKind.MESSAGE, dtype, self._first_op, tag, self._next_ident + 1, nbytes, took,
-        )  # fmt: skip
+    def pack(
+        self, envelope: memoryview, kind: int, dtype: int, to: int, tag: int, nbytes: int
+    ) -> None:
+        """Write the header of the next message to rank `to`, or its request, into `envelope`."""
+        took, ident = self._report(self._members[to]), self._next_ident + 1
+        _HEADER.pack_into(envelope, 0, kind, dtype, self._first_op, tag, ident, nbytes, took)
 
     def is_undivided(self, nbytes: int) -> bool:
         """Return whether a message has one channel, whatever the health is, and not many slices."""
@@ -292,14 +291,6 @@ class MessageDriver(MessageProtocol):
     def cuts_of(self, nbytes: int) -> tuple[int, ...]:
         """Return the boundaries of the slices of an undivided message."""
         return (*range(0, nbytes, self._slice_nbytes), nbytes)
-
-    def pack_request(
-        self, envelope: memoryview, dtype: int, to: int, tag: int, nbytes: int
-    ) -> None:
-        """Write the request of the next long message to rank `to` into `envelope`."""
-        took, ident = self._report(self._members[to]), self._next_ident + 1
-        kind = EnvelopeKind.REQUEST
-        _HEADER.pack_into(envelope, 0, kind, dtype, self._first_op, tag, ident, nbytes, took)
 
     def pack_grant(self, envelope: memoryview, to: int, nbytes: int) -> None:
         """Write the grant of an undivided message, without its number, into `envelope`."""

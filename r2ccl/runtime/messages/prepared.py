@@ -41,6 +41,7 @@ from r2ccl.runtime.messages.driver import GRANT_NBYTES, MessageDriver
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.outcome import DirectEnd
 from r2ccl.schedule.ir import OpKind, Space
+from r2ccl.types import EnvelopeKind
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -128,7 +129,8 @@ class PreparedShort(PreparedCall):
         """Implement `PreparedCall.pack`; copy the data, too."""
         if sent is not None:
             buffer = sent.buffer
-            driver.pack_short(self._sent, buffer.dtype_code, sent.peer, sent.tag, buffer.nbytes)
+            given = buffer.dtype_code, sent.peer, sent.tag, buffer.nbytes
+            driver.pack(self._sent, EnvelopeKind.MESSAGE, *given)
             self._sent[ENVELOPE_NBYTES:] = bytes_of(sent)
 
     def note_sent(self, driver: MessageDriver, sent: DirectEnd) -> None:
@@ -229,7 +231,7 @@ class PreparedLong(PreparedCall):
         if sent is not None:
             buffer = sent.buffer
             given = buffer.dtype_code, sent.peer, sent.tag, buffer.nbytes
-            driver.pack_request(self._part(_REQUEST), *given)
+            driver.pack(self._part(_REQUEST), EnvelopeKind.REQUEST, *given)
             self._words(_EXPECTED_GRANT)[:] = driver.expected_grant(buffer.nbytes)
         if received is not None:
             buffer, source, tag = received.buffer, received.peer, received.tag
