@@ -454,7 +454,7 @@ class Leader:
 
 
 def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
-    """Return `infos` in rank order, each cut to the least numbers of rails and RDMA ports.
+    """Return `infos` in rank order, each cut to as many rails and RDMA ports as every rank has.
 
     Last-resort rails and other rails are counted separately.
     """

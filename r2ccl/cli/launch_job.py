@@ -269,7 +269,8 @@ async def _run_share(
     with contextlib.ExitStack() as stack:
         listener: socket.socket | None = None
         if first == 0:
-            listener = stack.enter_context(agent.listen_everywhere(_own_address(address), port))
+            host = _own_address(address, is_alone=len(placed) == 1)
+            listener = stack.enter_context(agent.listen_everywhere(host, port))
 
         async def start() -> None:
             await ranks.start(listener)
@@ -279,7 +280,15 @@ async def _run_share(
 
 
 def _shared_secret(nhosts: int) -> str:
-    """Return the secret in R2CC_SECRET, else in R2CC_SECRET_FILE, else a new one for one host."""
+    """Return the job's secret in hex: that in R2CC_SECRET, else that in R2CC_SECRET_FILE.
+
+    If neither is set, return a new secret if the job has only one host.
+
+    Raises
+    ------
+    InvalidArgument
+        If no secret is set and the job has several hosts, or a given secret cannot be used.
+    """
     if text := os.environ.get("R2CC_SECRET"):
         return Secret.from_hex(text, "R2CC_SECRET").hex()
     if path := os.environ.get("R2CC_SECRET_FILE"):
@@ -292,10 +301,11 @@ def _shared_secret(nhosts: int) -> str:
     )
 
 
-def _own_address(name: str) -> str:
+def _own_address(name: str, *, is_alone: bool) -> str:
     """Return the address of `name`, which is this host, on which rank 0 runs.
 
-    A name whose address is a loopback address is refused; such an address itself is accepted.
+    Unless this is the job's only host (`is_alone`), a name whose address is a loopback address is
+    refused; such an address itself is accepted.
     """
     try:
         found = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
@@ -304,7 +314,7 @@ def _own_address(name: str) -> str:
             f"{name!r}, the host of rank 0, cannot be resolved here ({exc}): give its "
             "address with --master-addr on every host"
         ) from exc
-    if ipaddress.ip_address(found).is_loopback and found != name:
+    if ipaddress.ip_address(found).is_loopback and found != name and not is_alone:
         raise InvalidArgument(
             f"{name!r}, the host of rank 0, is {found} here, which the other hosts cannot reach: "
             "give its address with --master-addr on every host"

@@ -4,10 +4,11 @@ In each call of `allocate`, every rank makes one segment and maps the segments o
 Compiled code finds the segment of an array by the array's address (`r2ccl.shm.places`), so views
 and slices are found as well.
 
-A rank's own segment stays mapped as long as the group or an array needs it. The group frees a
-segment when the group is closed, or when all ranks have dropped their arrays in the segments of one
-`allocate`; the next `allocate` exchanges this information. Until a segment is freed, its addresses
-are not used again, so no other array can be mistaken for an array in the segment.
+The group gives up all its segments when it is closed. It gives up the segments of one `allocate`
+when all ranks have dropped their arrays in them; the ranks find this out in the next `allocate`. A
+rank's own segment stays mapped until the group has given it up and no array uses it. So as long as
+the group knows a segment, the segment's addresses are not used again, and no other array can be
+mistaken for an array in it.
 """
 
 from __future__ import annotations

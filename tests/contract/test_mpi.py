@@ -59,7 +59,7 @@ def of_one(run_folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def of_two(run_folder: Path) -> dict[str, Any]:
     """Output of the programs of two ranks. One job runs all; the last leaves active requests."""
-    programs = (CHILDREN, UNLIKE_MPI, THREADS, REFUSALS)
+    programs = (CHILDREN, UNLIKE_MPI, THREADS, INTERRUPTED, REFUSALS)
     found = once(run_folder, "mpi-of-two", lambda: written(2, *programs))
     return dict(zip(programs, found, strict=True))
 
@@ -370,6 +370,35 @@ if comm.rank == 0:
 def test_threads_send_and_receive_at_once(of_two: dict[str, Any]) -> None:
     sizes = sorted(97 * turn + number for turn in range(30) for number in range(4))
     assert of_two[THREADS] == [[[], sizes]] * 2
+
+
+INTERRUPTED = """
+import json, signal, time
+import numpy as np
+from mpi4py import MPI
+from r2ccl.interop.mpi import Comm
+
+comm = Comm(MPI.COMM_WORLD)
+x = np.full(3, comm.rank + 1.0)
+found = [False]
+if comm.rank == 0:
+    request = comm.Iallreduce(MPI.IN_PLACE, x)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        request.Wait()
+    except KeyboardInterrupt:
+        found = [True, bool(request), request.Wait(), bool(request), x.tolist()]
+else:
+    time.sleep(0.5)
+    comm.Iallreduce(MPI.IN_PLACE, x).Wait()
+if comm.rank == 0:
+    print(json.dumps(found))
+"""
+
+
+def test_a_wait_can_follow_an_interrupted_wait(of_two: dict[str, Any]) -> None:
+    assert of_two[INTERRUPTED] == [True, True, True, False, [3.0] * 3]
 
 
 CHILDREN = """

@@ -14,7 +14,8 @@ slice.
 
 Serving n slices at equal rates is fair queueing in the limit of small packets. A port's virtual
 time advances at bandwidth / n bytes/s; a slice of b bytes that arrives at virtual time v has been
-served at v + b.
+served at v + b. The entry of a link in the queue of a port is a *seat*, see
+`r2ccl.flowsim.loops.state`.
 
 References
 ----------
@@ -88,7 +89,10 @@ def place(s: FlowState, link: int) -> None:
 
 @inlined
 def _part_left(s: FlowState, seat: int, port: int) -> float:
-    """Remove `seat` from the port's queue; return the bytes that the port has not served yet."""
+    """Remove a link's seat from the port's queue; return the bytes of its slice not yet served.
+
+    0 if the port has served the slice, so that the seat is in no queue any more.
+    """
     if s.seats[seat].next == AWAY:
         return 0.0
     settle(s, port)

@@ -308,9 +308,14 @@ class MpiRequest:
         return self._complete(0) if self.has_finished else None
 
     def _complete(self, timeout_s: float | None) -> CallOutcome:
-        work, self._work = self._work, None
-        with handled(self._comm.mpi):
-            outcome: CallOutcome = self._call.wait(work, timeout_s)
+        try:
+            with handled(self._comm.mpi):
+                outcome: CallOutcome = self._call.wait(self._work, timeout_s)
+        except Exception:
+            self._work = None
+            raise
+        # After Ctrl-C the request stays active, because its call may still run.
+        self._work = None
         return outcome
 
 

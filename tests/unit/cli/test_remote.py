@@ -269,6 +269,14 @@ def test_arguments_that_do_not_fit_are_refused(arguments: list[str], text: str) 
         run(*arguments)
 
 
+def test_the_only_host_may_have_a_loopback_name(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    place = ("--hosts", "localhost:2", "--node-rank", "0", "--port", port)
+    assert run(*place, "--", sys.executable, "-c", SUM) == 0
+    assert capfd.readouterr().out.count("3.0") == 2
+
+
 @pytest.mark.parametrize("address", ["127.0.1.1", "::1"])
 def test_a_name_that_is_loopback_at_home_is_refused(
     address: str, monkeypatch: pytest.MonkeyPatch
