@@ -142,6 +142,8 @@ class DataLoop:
         self._followers: list[_Follower] = []
         self._sleeping = False
         self._next_tick = 0.0
+        #: True if timers are due that the control thread has left to the owner.
+        self._is_tick_due = False
         #: True while the control thread is to send data that finished calls have left.
         self._is_sending_rest = False
         #: True once the communicators have failed and no path is in use any more.
@@ -292,6 +294,17 @@ class DataLoop:
             fn, args = self.inbox.popleft()
             fn(*args)
 
+    def tick(self, now: float) -> None:
+        """Call `on_tick` here, or in the thread that owns the loop; for the control thread.
+
+        A call that sleeps or runs in compiled code is not interrupted before the second tick. It
+        runs the timers itself if it waits long; if it ends, its repetition runs them first.
+        """
+        if self._sleeping and not self._is_tick_due:
+            self._is_tick_due = True
+        else:
+            self.submit(self.on_tick, now)
+
     def on_tick(self, now: float) -> None:
         """Run the data loop and the timers once, for a rank that is not in a call.
 
@@ -304,6 +317,7 @@ class DataLoop:
             self.progress.step()
 
     def _tick(self, now: float) -> None:
+        self._is_tick_due = False
         callers = tuple(self.callers.values())
         peers: frozenset[int] = frozenset().union(*(caller.peers for caller in callers))
         self.failover.tick(now, peers)
@@ -506,6 +520,9 @@ class DataLoop:
                 self._control.is_busy = self._sleeping = True
                 if self.inbox or self._newcomers or self._followers:
                     return NotImplemented
+                if self._is_tick_due:
+                    self._tick_between_repetitions(compiled)
+                    return NotImplemented
                 return repeat(x, out, rest)
             except BaseException as exc:
                 self.give_up(caller, exc)
@@ -516,6 +533,18 @@ class DataLoop:
             self.release()
             if self.inbox:
                 self._control.call_soon(self.serve)
+
+    def _tick_between_repetitions(self, compiled: CompiledCalls) -> None:
+        """Settle the held call and run the timers; run the data loop only if it has other events.
+
+        Frames of later calls on the connections of the held call stay unread, because a call whose
+        frames the data loop has read cannot be held.
+        """
+        has_others = compiled.is_interrupted()
+        compiled.settle()
+        if has_others:
+            self.progress.step()
+        self._tick(self._clock())
 
     def _notify(self) -> None:
         """Wake the threads that stand aside and whose wait is over; called by the owner."""

@@ -333,7 +333,7 @@ class Engine:
 
     def on_tick(self, now: float) -> None:
         """Run the data loop and the timers of failover once; `now` is in seconds."""
-        self._loop.submit(self._loop.on_tick, now)
+        self._loop.tick(now)
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
         """Handle that the local NIC of `rail` has gained (`is_up`) or lost its carrier."""

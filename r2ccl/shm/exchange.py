@@ -80,16 +80,20 @@ def make_exchange() -> Loop:
     -------
     callable
         ``exchange(state, source_at, target_at, call, is_resumed)``, a `r2ccl.shm.layout.Loop`.
-        `LOOP_ROOT` is the index of the root; it is ignored without the flags `FROM_ROOT` and
+        `LOOP_ROOT` is the index of the root; it is used only with the flag `FROM_ROOT` or
         `TO_ROOT`.
 
-        The part that rank s sends to rank d has `LOOP_NBYTES` bytes at
-        ``input + d * LOOP_SOURCE_STEP`` of rank s, and is copied to
-        ``output + s * LOOP_TARGET_STEP`` of rank d. If the call has a kernel, the parts of all
-        ranks are reduced to ``output`` instead. If parts differ in size, `LOOP_TABLES` is the
-        address of four rows with one word per rank, otherwise 0. The first two rows have the first
-        byte and the number of bytes of each part that this rank sends, the last two those of each
-        part that it receives. With tables, `LOOP_NBYTES` is the mean size of the received parts.
+        If all parts have the same size, `LOOP_TABLES` is 0. The part that rank s sends to rank d
+        then has `LOOP_NBYTES` bytes at ``input + d * LOOP_SOURCE_STEP`` of rank s, and is copied to
+        ``output + s * LOOP_TARGET_STEP`` of rank d.
+
+        If parts differ in size, `LOOP_TABLES` is the address of four rows with one word per rank.
+        The first two rows have the offset from ``input`` and the size, both in bytes, of each part
+        that this rank sends; the last two have the offset from ``output`` and the size of each part
+        that it receives. `LOOP_NBYTES` is then the mean size of the received parts.
+
+        In both cases, if the call has a kernel, the parts of all ranks are reduced to ``output``
+        instead of being copied.
     """
 
     def exchange(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:

@@ -150,8 +150,8 @@ class FaultPlan:
         pending = self.pending()
         if pending:
             raise AssertionError(
-                f"{len(pending)} of the {len(self._claimed)} fault(s) that this process triggers "
-                "did not fire; check that the run reaches their times, collectives and slices: "
+                f"{len(pending)} of {len(self._claimed)} expected fault(s) did not fire; check "
+                "that the run reaches their times, collectives and slices: "
                 f"{'; '.join(map(str, pending))}"
             )
 

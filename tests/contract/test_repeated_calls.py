@@ -45,5 +45,12 @@ def test_calls_are_repeated_after_calls_of_another_form() -> None:
         assert after > 10
 
 
+def test_timers_that_are_due_run_before_a_repetition() -> None:
+    for ndue, *found in launch(programs.timers_between_repetitions, 2, timeout_s=60.0):
+        # On a busy machine a rank may wait so long that the data loop takes over.
+        nrun, nleft, nread = found
+        assert nrun > ndue // 2 > max(nleft, nread)
+
+
 def test_calls_after_one_in_python_run_in_compiled_code() -> None:
     assert launch(programs.calls_after_one_in_python, 2, timeout_s=60.0)[0] > 15

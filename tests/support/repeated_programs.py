@@ -150,6 +150,39 @@ def repeats_after_another_form() -> tuple[int, int]:
         return usual, len(repeats) - before
 
 
+def timers_between_repetitions() -> tuple[int, int, int, int]:
+    """Make repeated gathers, before some of which timers are due.
+
+    Return how often they were due, how often they ran, how many calls left compiled code, and how
+    often the data loop has read frames of later calls.
+    """
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        x, out = np.ones(50, np.float32), np.empty((comm.nranks, 50), np.float32)
+        engine: Any = comm._engine
+        loop, compiled, ntimes, nread = engine._loop, compiled_of(comm), 0, 0
+        loop.tick = lambda now: None  # the control thread runs none meanwhile
+        tick = loop.failover.tick
+
+        def count(*args: Any) -> None:
+            nonlocal ntimes
+            ntimes += 1
+            tick(*args)
+
+        for _ in range(5):
+            comm.gather(x, out)
+        before = compiled.nleft
+        loop.failover.tick = count
+        for _ in range(20):
+            if comm.rank == 0:
+                time.sleep(0.002)  # the other rank is ahead
+            loop._is_tick_due = True
+            comm.gather(x, out)
+            nread += bool(engine._calls.ahead)
+            comm.gather(x, out)
+        loop.failover.tick = tick
+        return 20, ntimes, compiled.nleft - before, nread
+
+
 def calls_after_one_in_python() -> int:
     """Return how many of 20 broadcasts run in compiled code, each after one that cannot."""
     with r2ccl.init(shm="0", compiled="1") as comm:

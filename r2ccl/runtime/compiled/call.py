@@ -293,11 +293,12 @@ class CompiledCalls:
         self.held = None
 
     def is_interrupted(self) -> bool:
-        """Return whether the transport has events that do not concern the running call.
+        """Return whether the transport has events that do not concern the running or held call.
 
         Earlier calls of the transport's `wake` have no effect afterwards.
         """
-        return self._transport.has_other_events(self._conns)
+        conns = self._conns if self.held is None else self.held.conns
+        return self._transport.has_other_events(conns)
 
     def _end(
         self,

@@ -84,7 +84,17 @@ class Memory(Protocol):
         ...
 
     def identity(self, address: int) -> int:
-        """Return the number of the current allocation at `address`, see `Allocation.identity`."""
+        """Return the identity of the allocation that is at `address` now.
+
+        See `Allocation.identity`. The result is 0 if allocations of this kind of memory are
+        identified by their owner, and -1 if there is no allocation at `address`, for example
+        because it was freed.
+
+        Raises
+        ------
+        TransportError
+            If the driver cannot tell.
+        """
         ...
 
     def register(

@@ -136,6 +136,27 @@ def test_a_handler_within_the_loop_may_not_call() -> None:
     assert not free.is_alive()
 
 
+def test_the_second_tick_interrupts_a_call() -> None:
+    engine, still = make_engine()
+    loop = engine._loop
+    seen: list[tuple[int, int]] = []
+    woken: list[None] = []
+    still.wake = lambda: woken.append(None)  # type: ignore[method-assign]
+
+    def tick_twice() -> None:
+        for _ in range(2):
+            engine.on_tick(monotonic())
+            seen.append((len(woken), len(loop.inbox)))
+
+    with loop.owner:
+        loop._sleeping = True
+        other = threading.Thread(target=tick_twice)
+        other.start()
+        other.join(JOIN_S)
+        loop._sleeping = False
+    assert seen == [(0, 0), (1, 1)]
+
+
 def test_a_late_tick_leaves_a_closed_transport_alone() -> None:
     """On a busy machine the control thread may end after the transport is freed."""
     engine, still = make_engine()

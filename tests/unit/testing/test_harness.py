@@ -64,7 +64,7 @@ def test_no_such_rail(r2ccl_ranks, r2ccl_fail_at):
     result.stdout.fnmatch_lines(
         [
             "*call r2ccl_ranks after*",
-            "*1 of the 1 fault(s)*did not fire*",
+            "*1 of 1 expected fault(s)*did not fire*",
             "*rail 5 does not exist; it must be in 0..1*",
         ]
     )
