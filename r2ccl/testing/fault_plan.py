@@ -145,7 +145,8 @@ class FaultPlan:
     def assert_all_fired(self) -> None:
         """Raise AssertionError if `pending` faults are left; the message names them.
 
-        A fault with `at_op` does not fire if the run, or its collective, ends before its slice.
+        A fault with `at_op` does not fire if the run ends before collective `at_op`, or if the rank
+        that triggers it does not post slice `at_step` of that collective.
         """
         pending = self.pending()
         if pending:

@@ -47,8 +47,8 @@ def check_addresses(form: Form, sources: Sequence[int], targets: Sequence[int]) 
     for address in (*sources, *targets):
         if address % alignment:
             raise InvalidArgument(
-                f"address {address:#x} is not aligned to {alignment} bytes: pass a view that "
-                "starts at an element"
+                f"address {address:#x} is not aligned to {alignment} bytes: pass an address that "
+                f"is a multiple of {alignment}, for example that of a copy of the array"
             )
 
 

@@ -344,8 +344,9 @@ class LocalMessages:
             try:
                 if not self._forget(_LAST_TURN_S):
                     _log.warning(
-                        "rank %d: a thread still moves messages %g s after an error and may write "
-                        "to the arrays of messages: do not use them, end the process",
+                        "rank %d: a thread still moves messages %g s after an error and may read "
+                        "or write the arrays that were passed to send and recv: do not use these "
+                        "arrays, end the process",
                         self._loop.rank, _LAST_TURN_S,
                     )  # fmt: skip
                 self._engine.fail_local(error)

@@ -105,7 +105,7 @@ def test_record_and_assert_all_fired() -> None:
     plan = FaultPlan([nic_down(at_op=1), nic_down(at_op=2)])
     firing = plan.record(1, 10.0, 10.001)
     assert firing.fault.at_op == 2
-    with pytest.raises(AssertionError, match=r"1 of the 2 .*at_op=1"):
+    with pytest.raises(AssertionError, match=r"1 of 2 .*at_op=1"):
         plan.assert_all_fired()
     plan.record(0, 11.0, 11.001)
     plan.assert_all_fired()
