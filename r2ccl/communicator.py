@@ -1191,8 +1191,8 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If a number in `ranks` occurs twice or is not a rank, this rank is not among `ranks`, or
-            one of `ranks` has too many communicators open.
+            If a number in `ranks` occurs twice or is not a rank, this rank is not among `ranks`,
+            `allgather` is not callable, or one of `ranks` has too many communicators open.
 
         Notes
         -----
@@ -1263,7 +1263,7 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If `nbytes` is negative.
+            If `nbytes` is no integer, or negative.
 
         Notes
         -----
@@ -1400,13 +1400,18 @@ class Communicator:
         why : str
             Reason, which the errors on all ranks contain.
 
+        Raises
+        ------
+        InvalidArgument
+            If `why` is not of type str; the communicator stays usable.
+
         Notes
         -----
         *Local*; callable in any thread and in a signal handler. Running calls on all ranks end with
         `CommunicatorRevoked`; all other communicators of the job end, too. Idempotent. Does nothing
         in a forked child.
         """
-        self._job.abort(why)
+        self._job.abort(arguments.reason_of(why))
 
     def revoke(self, why: str = "revoke() was called") -> None:
         """End the communicator on every rank without leaving it, so that `shrink` can follow.
@@ -1416,13 +1421,18 @@ class Communicator:
         why : str
             Reason, which the errors on all ranks contain.
 
+        Raises
+        ------
+        InvalidArgument
+            If `why` is not of type str; the communicator stays usable.
+
         Notes
         -----
         *Local*; callable in any thread and in a signal handler, does not wait. Every running and
         every later call on all ranks ends with `CommunicatorRevoked`, also on all other
         communicators of the job. If the communicator has ended already, its first reason stays.
         """
-        self._participant.revoke(why)
+        self._participant.revoke(arguments.reason_of(why))
 
     def shrink(self, *, quorum: str = "majority") -> Communicator:
         """Return a new communicator of the surviving ranks.

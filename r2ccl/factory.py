@@ -105,9 +105,9 @@ def init(
     Raises
     ------
     InvalidArgument
-        If `comm` is no communicator, a setting is wrong, ranks differ in a setting, nothing defines
-        this process's rank, an address or port cannot be used, or ``R2CC_DUMP_SIGNAL`` is set and
-        this is not the main thread.
+        If `comm` is no communicator, `faults` has no method ``wrap``, a setting is wrong, ranks
+        differ in a setting, nothing defines this process's rank, an address or port cannot be used,
+        or ``R2CC_DUMP_SIGNAL`` is set and this is not the main thread.
     TransportTimeout
         If a rank does not call `init`, or there is no path to a peer, within
         ``R2CC_INIT_TIMEOUT_S``; the message names the missing ranks.
@@ -129,6 +129,10 @@ def init(
         raise InvalidArgument(
             f"comm={comm!r}: pass a communicator of mpi4py, or leave it out if a launcher, such as "
             "`r2ccl launch`, started the process; settings are keywords"
+        )
+    if not (faults is None or hasattr(faults, "wrap")):
+        raise InvalidArgument(
+            f"faults={faults!r}: pass a plan of r2ccl.testing, or another object with a method wrap"
         )
     config = Config.from_env(os.environ, **settings)
     logs.set_level(config)

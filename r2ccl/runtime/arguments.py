@@ -573,6 +573,19 @@ def tag(value: Any, name: str = "tag", *, is_any: bool = False) -> int:
     return number
 
 
+def reason_of(why: Any) -> str:
+    """Return the argument ``why``, the reason of the end of a communicator.
+
+    Raises
+    ------
+    InvalidArgument
+        If `why` is not of type str.
+    """
+    if not isinstance(why, str):
+        raise InvalidArgument(f"why={why!r}; allowed is a reason of type str")
+    return why
+
+
 def as_buffer(x: Any, *, writable: bool) -> Buffer:
     """View `x` as a `Buffer`, which shares the memory of `x` where possible.
 
@@ -728,6 +741,7 @@ __all__ = [
     "gatherv",
     "layout_of",
     "rank_of",
+    "reason_of",
     "reduce",
     "reduce_scatter",
     "reduce_scatterv",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, Protocol, SupportsIndex
 
 import msgspec
@@ -250,13 +251,17 @@ class Participant:
         Raises
         ------
         InvalidArgument
-            If `nbytes` is negative.
+            If `nbytes` is no integer, or negative.
         """
-        if nbytes < 0:
-            raise InvalidArgument(f"nbytes={nbytes}; allowed is 0 or more")
+        try:
+            size = index(nbytes)
+        except TypeError:  # 1.5, or a string
+            size = -1
+        if size < 0:
+            raise InvalidArgument(f"nbytes={nbytes!r}; allowed are integers of 0 or more")
         health = self.known_health().health
-        found = self.plans.explain(nbytes, health)
-        nchunks = self.on_host.count_chunks(nbytes, health)
+        found = self.plans.explain(size, health)
+        nchunks = self.on_host.count_chunks(size, health)
         return found._replace(nchunks=nchunks, is_local=self.on_host.is_local)
 
     def known_health(self) -> Known:

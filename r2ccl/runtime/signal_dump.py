@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from operator import index
 from types import FrameType
 
 from r2ccl.errors import InvalidArgument
@@ -43,10 +44,12 @@ class SignalDump:
         self.signum = signum
         self._write: Callable[[], None] | None = write
         try:
-            self._previous = signal.signal(signum, self._on_signal)
-        except (OSError, ValueError) as exc:
+            # Without `index`, 10.5 would be signal 10, which `close` could not restore.
+            self._previous = signal.signal(index(signum), self._on_signal)
+        except (OSError, ValueError, TypeError, OverflowError) as exc:
             raise InvalidArgument(
-                f"signal {signum} cannot be handled ({exc}): use SIGUSR1 or SIGUSR2"
+                f"signum={signum!r} cannot be handled ({exc}): pass signal.SIGUSR1 or "
+                "signal.SIGUSR2"
             ) from exc
 
     def close(self) -> None:

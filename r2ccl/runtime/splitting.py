@@ -10,7 +10,10 @@ import random
 import struct
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, SupportsIndex
+from operator import index
+from typing import NamedTuple
+
+import numpy as np
 
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument, TransportTimeout
@@ -80,6 +83,8 @@ def create_among(participant: Participant, ranks: Sequence[int], allgather: Allg
             f"ranks={list(ranks)!r}; rank {engine.rank}, which calls create_among(), must be among "
             "them"
         )
+    if not callable(allgather):
+        raise InvalidArgument(f"allgather={allgather!r}; give a function that gathers bytes")
     key = chosen.index(engine.rank)
     part = agree(engine, allgather, 0, key, engine.config.timeout_s, chosen)
     assert part is not None
@@ -88,6 +93,8 @@ def create_among(participant: Participant, ranks: Sequence[int], allgather: Allg
 
 def _different(ranks: Sequence[int], nranks: int) -> list[int]:
     """Return `ranks` as a list; raise `InvalidArgument` if one is invalid or occurs twice."""
+    if not np.iterable(ranks):
+        raise InvalidArgument(f"ranks={ranks!r}; give a sequence of ranks from 0 to {nranks - 1}")
     chosen = [rank_of(rank, nranks, "rank") for rank in ranks]
     if len(set(chosen)) < len(chosen):
         raise InvalidArgument(f"ranks={list(ranks)!r}; give each rank at most once")
@@ -143,7 +150,11 @@ def agree(
     ranks = range(len(engine.context.members)) if among is None else among
     given = {"key": key} if color is None else {"color": color, "key": key}
     for name, value in given.items():
-        if not isinstance(value, SupportsIndex) or value not in _INT64:
+        try:
+            is_allowed = index(value) in _INT64
+        except TypeError:  # 1.5, or a string
+            is_allowed = False
+        if not is_allowed:
             raise InvalidArgument(f"{name}={value!r}; allowed are integers of 64 bits")
     give_up_s = monotonic() + timeout_s
     contexts = engine.contexts

@@ -133,7 +133,11 @@ def misused() -> list[str]:
         child = comm.dup()
         for fn, *given in (
             (comm.split, 1 << 70), (comm.create, [0, 0]), (comm.create, [7]), (child.shrink,),
-            (comm.create_among, [1 - comm.rank], None),
+            (comm.create_among, [1 - comm.rank], None), (comm.create_among, [comm.rank], None),
+            (comm.create, None), (comm.create, 3), (comm.create_among, None, None),
+            (comm.explain, 1.5), (comm.explain, "x"), (comm.explain, -1), (comm.exclude, 0, None),
+            (comm.dump_on_signal, "USR1"), (comm.dump_on_signal, None), (child.abort, None),
+            (comm.abort, ValueError("x")), (comm.revoke, 3),
         ):  # fmt: skip
             refused(fn, *given)
         child.allreduce(np.ones(2))

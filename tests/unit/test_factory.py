@@ -13,3 +13,9 @@ import r2ccl
 def test_a_comm_that_is_no_communicator_is_refused(given: Any) -> None:
     with pytest.raises(r2ccl.InvalidArgument, match=r"^comm=.*: pass a communicator of mpi4py, or"):
         r2ccl.init(given)
+
+
+@pytest.mark.parametrize("given", ["nic_down", 4, []])
+def test_faults_that_are_no_plan_are_refused(given: Any) -> None:
+    with pytest.raises(r2ccl.InvalidArgument, match=r"^faults=.*: pass a plan of r2ccl.testing"):
+        r2ccl.init(faults=given)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from r2ccl.errors import InvalidArgument, TransportTimeout
@@ -71,11 +72,28 @@ def test_control_c_leaves_no_offer() -> None:
 
 @pytest.mark.parametrize(
     ("color", "key"),
-    [(1.0, 0), (1.5, 0), ("1", 0), (1 << 63, 0), (0, None), (None, None), (0, 1.0), (None, "1")],
+    [
+        (int, 0),
+        (1.0, 0),
+        (1.5, 0),
+        ("1", 0),
+        (1 << 63, 0),
+        (0, None),
+        (None, None),
+        (0, 1.0),
+        (None, "1"),
+    ],
 )
 def test_colors_and_keys_are_integers(color: Any, key: Any) -> None:
     with pytest.raises(InvalidArgument, match="integers of 64 bits"):
         agree(engine_of(Contexts()), lambda mine: [mine], color, key, 30.0)
+
+
+@pytest.mark.timeout(10)  # the check of a color of NumPy once went through all integers of 64 bits
+def test_colors_and_keys_may_be_integers_of_numpy() -> None:
+    part = agree(engine_of(Contexts()), lambda mine: [mine], np.int64(3), np.int64(1), 30.0)
+    assert part is not None
+    assert part.members == (0,)
 
 
 class Member:

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,9 +81,10 @@ def test_another_thread_is_refused_with_what_to_do() -> None:
     assert "call dump()" in message
 
 
-def test_a_signal_that_cannot_be_handled_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="SIGUSR1"):
-        SignalDump(signal.SIGKILL, lambda: None)
+@pytest.mark.parametrize("given", [signal.SIGKILL, -1, 1 << 70, 10.5, "USR1", None, [10]])
+def test_a_signal_that_cannot_be_handled_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^signum=.* cannot be handled .*SIGUSR1"):
+        SignalDump(given, lambda: None)
 
 
 def test_init_in_another_thread_refuses_the_setting_beforehand() -> None:
