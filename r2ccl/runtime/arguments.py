@@ -482,6 +482,14 @@ def view(x: Any, *, writable: bool) -> Memory:
     return as_buffer(x, writable=writable)
 
 
+def integer_of(value: Any) -> int | None:
+    """Return `value` as an int if it is an integer, for example one of NumPy, otherwise None."""
+    try:
+        return index(value)
+    except TypeError:  # 1.5, or a string
+        return None
+
+
 def rank_of(value: SupportsIndex, nranks: int, name: str = "root", *, is_any: bool = False) -> int:
     """Return the argument `name`, a rank, as an int; if `is_any`, it may also be `ANY`.
 
@@ -490,11 +498,8 @@ def rank_of(value: SupportsIndex, nranks: int, name: str = "root", *, is_any: bo
     InvalidArgument
         If `value` is neither an integer from 0 to ``nranks - 1`` nor an allowed `ANY`.
     """
-    try:
-        rank = index(value)
-    except TypeError:  # 1.5, or a string
-        rank = _NO_INTEGER
-    if not (0 <= rank < nranks or (is_any and rank == ANY)):
+    rank = integer_of(value)
+    if rank is None or not (0 <= rank < nranks or (is_any and rank == ANY)):
         more = " or r2ccl.ANY_SOURCE" * is_any
         raise InvalidArgument(f"{name}={value!r}; allowed is 0 to {nranks - 1}{more}")
     return rank
@@ -563,11 +568,8 @@ def tag(value: Any, name: str = "tag", *, is_any: bool = False) -> int:
     InvalidArgument
         If `value` is neither an integer from 0 to 2^63 - 1 nor an allowed `ANY`.
     """
-    try:
-        number = index(value)
-    except TypeError:
-        number = _NO_INTEGER
-    if not (0 <= number < 1 << 63 or (is_any and number == ANY)):
+    number = integer_of(value)
+    if number is None or not (0 <= number < 1 << 63 or (is_any and number == ANY)):
         more = " and r2ccl.ANY_TAG" * is_any
         raise InvalidArgument(f"{name}={value!r}; allowed are 0 to 2^63 - 1{more}")
     return number
@@ -719,8 +721,6 @@ def _refuse_unused(out: Any) -> None:
 
 _NO_DATA = view(np.empty(0, np.uint8), writable=False)
 _BARRIER = CallSignature(Collective.BARRIER, _NO_DATA.dtype_code, ReduceOp.SUM, 0)
-#: Replaces an argument that is not an integer; it is not a valid rank or tag, and not `ANY`.
-_NO_INTEGER = -2
 
 __all__ = [
     "Layout",
@@ -739,6 +739,7 @@ __all__ = [
     "form_of",
     "gather",
     "gatherv",
+    "integer_of",
     "layout_of",
     "rank_of",
     "reason_of",

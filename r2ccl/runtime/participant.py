@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from operator import index
 from typing import Any, Protocol, SupportsIndex
 
 import msgspec
@@ -23,7 +22,7 @@ from r2ccl.failover.migration.calls import first_channel
 from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.plan_cache import CheckedSchedules, PlanCache, in_job
 from r2ccl.planning.planner import Explanation
-from r2ccl.runtime.arguments import Request, rank_of
+from r2ccl.runtime.arguments import Request, integer_of, rank_of
 from r2ccl.runtime.async_work import Worker
 from r2ccl.runtime.collectives import collectives_class
 from r2ccl.runtime.engine import Engine
@@ -253,11 +252,8 @@ class Participant:
         InvalidArgument
             If `nbytes` is no integer, or negative.
         """
-        try:
-            size = index(nbytes)
-        except TypeError:  # 1.5, or a string
-            size = -1
-        if size < 0:
+        size = integer_of(nbytes)
+        if size is None or size < 0:
             raise InvalidArgument(f"nbytes={nbytes!r}; allowed are integers of 0 or more")
         health = self.known_health().health
         found = self.plans.explain(size, health)

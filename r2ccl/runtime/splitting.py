@@ -10,14 +10,13 @@ import random
 import struct
 import time
 from collections.abc import Sequence
-from operator import index
 from typing import NamedTuple
 
 import numpy as np
 
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument, TransportTimeout
-from r2ccl.runtime.arguments import rank_of
+from r2ccl.runtime.arguments import integer_of, rank_of
 from r2ccl.runtime.contexts import NO_OFFER, Context
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.participant import Participant
@@ -150,11 +149,8 @@ def agree(
     ranks = range(len(engine.context.members)) if among is None else among
     given = {"key": key} if color is None else {"color": color, "key": key}
     for name, value in given.items():
-        try:
-            is_allowed = index(value) in _INT64
-        except TypeError:  # 1.5, or a string
-            is_allowed = False
-        if not is_allowed:
+        number = integer_of(value)
+        if number is None or number not in _INT64:
             raise InvalidArgument(f"{name}={value!r}; allowed are integers of 64 bits")
     give_up_s = monotonic() + timeout_s
     contexts = engine.contexts

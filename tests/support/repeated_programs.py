@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 import numpy as np
-from support.compiled_programs import compiled_of, counted_repeats
+from support.compiled_programs import compiled_of, count_results, counted_repeats
 
 import r2ccl
 from r2ccl.algos import ring
@@ -159,19 +159,12 @@ def timers_between_repetitions() -> tuple[int, int, int, int]:
     with r2ccl.init(shm="0", compiled="1") as comm:
         x, out = np.ones(50, np.float32), np.empty((comm.nranks, 50), np.float32)
         engine: Any = comm._engine
-        loop, compiled, ntimes, nread = engine._loop, compiled_of(comm), 0, 0
+        loop, compiled, nread = engine._loop, compiled_of(comm), 0
         loop.tick = lambda now: None  # the control thread runs none meanwhile
-        tick = loop.failover.tick
-
-        def count(*args: Any) -> None:
-            nonlocal ntimes
-            ntimes += 1
-            tick(*args)
-
         for _ in range(5):
             comm.gather(x, out)
         before = compiled.nleft
-        loop.failover.tick = count
+        ticks = count_results(loop.failover, "tick", NotImplemented)
         for _ in range(20):
             if comm.rank == 0:
                 time.sleep(0.002)  # the other rank is ahead
@@ -179,8 +172,7 @@ def timers_between_repetitions() -> tuple[int, int, int, int]:
             comm.gather(x, out)
             nread += bool(engine._calls.ahead)
             comm.gather(x, out)
-        loop.failover.tick = tick
-        return 20, ntimes, compiled.nleft - before, nread
+        return 20, len(ticks), compiled.nleft - before, nread
 
 
 def calls_after_one_in_python() -> int:
