@@ -168,7 +168,7 @@ def like_flat(x: Any, count: int) -> Any:
     Raises
     ------
     InvalidArgument
-        As for `like`, or if no array can have as many elements.
+        As for `like`, or if no array can have `count` elements.
     """
     _shape(x)
     require_possible(count)

@@ -3,7 +3,7 @@
 An adapter reports whether an array is on a GPU, the number of that GPU, and the current stream of
 the library. It also allocates arrays of the library. The adapters use the modules that the caller
 has imported already, and import none of these libraries. Arrays of JAX are immutable: a result for
-JAX is written to a NumPy array, of which `jax_converter` makes an array of JAX.
+JAX is written to a NumPy array, which the function from `jax_converter` converts to JAX.
 
 Invariant: no function here waits for a GPU. None reads the data of an array, except that the
 function from `jax_converter` copies memory that JAX cannot share.
@@ -117,7 +117,7 @@ def jax_converter(x: Any) -> Callable[[np.ndarray[Any, Any]], Any]:
 
 
 def shares_memory(x: Any, host: np.ndarray[Any, Any]) -> bool:
-    """Return whether `x`, an array of JAX made of `host`, is in the memory of `host` or empty."""
+    """Return whether `x`, an array of JAX made of `host`, shares `host`'s memory, or is empty."""
     return not host.nbytes or x.unsafe_buffer_pointer() == host.__array_interface__["data"][0]
 
 

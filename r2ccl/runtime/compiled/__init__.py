@@ -9,8 +9,8 @@ failure of a connection, it returns, and the data loop finishes the call. An exc
 - `system` has the system calls, `tables` the access to the tables, `steps` the dependencies and
   reductions, `sending` and `receiving` the frames, and `loop` the loop itself; these modules are
   compiled;
-- `repeated`, compiled too, begins the same call again with the tables that the last one has left,
-  and `repeated_message` an exchange; `answer` makes the grants of long messages;
+- `repeated`, compiled too, begins the same call again with the tables that the last one has left;
+  `repeated_message` does the same for an exchange; `answer` makes the grants of long messages;
 - `call` fills in the tables before a call, and updates the links after a call that ended in
   compiled code;
 - `replay` brings links, lanes and connections to the state that compiled code has reached, if the

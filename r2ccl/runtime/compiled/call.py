@@ -117,7 +117,7 @@ class CompiledCalls:
         #: Loop of a repeated call, see `r2ccl.runtime.compiled.repeated`, and its address.
         self.repeat: Callable[[int, int, int, int, int], int] = callable_of(_REPEATED)
         self.repeated = address_of(_REPEATED)
-        #: Address of the loop of a repeated exchange of short messages.
+        #: Address of the loop of a repeated exchange of messages.
         self.repeated_message = address_of(_REPEATED_MESSAGE)
         #: Memory for landing places and copies of eager slices; all calls use it.
         self._arena = np.empty(0, np.uint8)
@@ -142,9 +142,9 @@ class CompiledCalls:
         on_settled: Callable[[int], None] | None = None,
         post: Callable[[], None] | None = None,
     ) -> Sequence[LaneRun] | None:
-        """Run a call that `Links.begin` has started, until it ends or leaves compiled code.
+        """Run a call until it ends or leaves compiled code.
 
-        Afterwards, it may be held; then nothing is left to do.
+        Call `Links.begin` first, except for messages. Afterwards, the call may be held (`held`).
 
         Parameters
         ----------
@@ -157,11 +157,12 @@ class CompiledCalls:
             ``repeat(loop)`` calls ``loop()`` until its result is not PAUSED, and returns this
             result. It returns PAUSED as soon as the data loop has other work.
         on_settled : callable, optional
-            As in `HeldCall`. None: the call must not be held, because the next one may need another
-            plan.
+            As in `HeldCall`. None: the call must not be held, for example because the next one may
+            need another plan.
         post : callable, optional
-            For messages, a call without lanes: if the data loop has to finish the call, ``post()``
-            posts its slices and receives. Call `take_events` first: the events may be messages.
+            Required for messages, whose calls have no lanes: if the data loop has to finish the
+            call, ``post()`` posts its slices and receives. The caller of `run` must call
+            `take_events` first, because the events may be messages.
 
         Returns
         -------
@@ -173,7 +174,7 @@ class CompiledCalls:
         if program is None:
             return None
         if self._links.unconfirmed or self._links.touched:
-            # Left by another communicator; a replay would take their confirmations as sent.
+            # Work left by another communicator; a replay would take the confirmations as sent.
             self._progress.advance()
         conns = self._prepare(program, lanes, calls)
         if conns is None and post is None and self.take_events():
@@ -195,7 +196,8 @@ class CompiledCalls:
     def take_events(self) -> bool:
         """Handle the events that the transport has; return False if it has none.
 
-        They are of an earlier call, which ended in Python. Nothing is lent while they wait.
+        They are of an earlier call, which ended in Python. While events wait, the transport does
+        not lend connections.
         """
         if not self._transport.has_events:
             return False
@@ -350,7 +352,7 @@ class CompiledCalls:
     def _may_hold(self, program: CompiledProgram, calls: Calls[Consumer]) -> bool:
         """Return whether a call that has ended may be held.
 
-        Its plan can be repeated, and no other work is left.
+        It may be held if its plan can be repeated and no other work is left.
         """
         links = self._links
         return program.nslots > 1 and not (calls.ahead or links.touched or links.unconfirmed)

@@ -33,7 +33,8 @@ from __future__ import annotations
     #: Address of the log, its number of rows in use, and the number above which the call leaves
     #: compiled code.
     LOG, NLOGGED, MOST_LOGGED,
-    #: Number of events after which the call leaves compiled code (for tests).
+    #: Number of events after which the call leaves compiled code (for tests). It becomes -1 if the
+    #: kernel of a local step returns another value than 0: the call then leaves compiled code.
     LIMIT,
     #: Addresses of an array of ``struct pollfd``, the last one for the wake-up; of a ``struct
     #: msghdr``; of a ``struct timespec``; and of two words, for the operands of a kernel.
@@ -213,7 +214,8 @@ MESSAGE_NWORDS = 15
 (
     ENVELOPE_KIND, ENVELOPE_TAG, ENVELOPE_IDENT, ENVELOPE_SIZE, ENVELOPE_TAKEN, ENVELOPE_DATA,
 ) = range(6)  # fmt: skip
-#: Words that the request of a long message must have: as in the envelope; 1 if any tag is right.
+#: Words that the request or the grant of a long message must have: as in the envelope; 1 if any tag
+#: is right.
 EXPECTED_KIND, EXPECTED_TAG, EXPECTED_SIZE, EXPECTED_IS_ANY = range(4)
 EXPECTED_NWORDS = 4
 #: Result of a repeated exchange: it is complete, but the received envelope is not the expected one.

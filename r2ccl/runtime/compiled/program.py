@@ -341,8 +341,9 @@ class CompiledProgram:
     def _count_slots(self, config: Config, scratch_nbytes: int) -> int:
         """Return how many successive calls need slots, because their slices may be unconfirmed.
 
-        Two suffice if every peer also sends slices, which confirm those that it has consumed.
-        Otherwise a peer confirms only after some slices. 1: the call cannot be repeated.
+        Two suffice if every peer that receives slices also sends some, which confirm those that it
+        has consumed. Otherwise a peer confirms only after some slices. 1: the call cannot be
+        repeated.
         `scratch_nbytes` is the size of the scratch memory of a held call.
         """
         is_answered = all(pair.receives for pair in self.pairs if pair.sends)
@@ -460,8 +461,8 @@ class CompiledProgram:
 def is_supported(plan: Plan) -> bool:
     """Return whether compiled code can run a plan.
 
-    If the plan reduces, the reduction must have a compiled kernel. AVG, which ends with a division,
-    is not supported.
+    If the plan reduces, the reduction must have a compiled kernel. Operations of the user, and AVG,
+    which ends with a division, are not supported.
     """
     call = CallSignature.unpack(plan.signature)
     if call.op >= USER_OP or plan.finish is not None:

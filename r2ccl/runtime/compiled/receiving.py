@@ -90,7 +90,7 @@ def confirm(state: Any, pair: Any, ack: Any) -> None:
 def is_awaited(state: Any, number: Any) -> Any:
     """Return whether the call needs further frames of connection `number`.
 
-    These are slices; landing places and confirmations, for which slices to send wait; and the
+    The call may need slices, the landing places and confirmations that its sends wait for, and the
     confirmations without which a call with cleared slices does not end.
     """
     for each in range(state[NPAIRS]):

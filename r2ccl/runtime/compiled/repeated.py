@@ -1,9 +1,9 @@
 """Repetition of a call over TCP: the tables of a finished call become those of the next one.
 
 After a call that ended in compiled code, its connections may stay lent, and its tables then *hold*
-the state of its links. A call of the same plan need not import and export that state. Eager slices
-that peers have not confirmed yet must stay in memory, so the calls use the slots of the arena in
-turn.
+the state of its links. The next call of the same plan then need not import and export that state.
+Eager slices that peers have not confirmed yet must stay in memory, so the calls use the slots of
+the arena in turn.
 """
 
 from __future__ import annotations

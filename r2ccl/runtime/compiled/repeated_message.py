@@ -1,8 +1,8 @@
 """Repetition of an exchange of messages over TCP, see `r2ccl.runtime.messages.direct_calls`.
 
-It does what `r2ccl.runtime.messages.driver` does for each message: it makes the envelope to send,
-takes the data of a short message from the received one, and counts the bytes of short messages that
-are sent and taken.
+The compiled loop does what `r2ccl.runtime.messages.driver` does for each message. It makes the
+envelope to send, takes the data of a short message from the received envelope, and counts the bytes
+of short messages that are sent and taken.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Direct calls over TCP: blocking sends and receives in compiled code.
 
-A direct call is to the links what a collective is: a plan, which `r2ccl.runtime.compiled` runs. It
+A direct call runs like a collective: it has a plan, which `r2ccl.runtime.compiled` executes. It
 sends at most one message and receives at most one; see `r2ccl.runtime.messages.prepared` for the
 plans. A received envelope that is not the expected one, for example because its tag differs, is
-handled as in Python. If compiled code leaves the call, its send and receive become requests of the
-driver, and the events of the call are passed to these.
+passed to the driver. If compiled code leaves the call, its send and receive become requests of the
+driver, and the events of the call are passed to these requests.
 
 A call with the peers, tags and sizes of the two before it is repeated by one compiled function
-(`r2ccl.runtime.compiled.repeated_message`), which keeps the driver's counts of messages until the
-held call is settled.
+(`r2ccl.runtime.compiled.repeated_message`). That function keeps the driver's counts of messages
+until the held call is settled (`r2ccl.runtime.compiled.call`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NOTHING = np.empty(0, np.uint8)
 _NPREPARED, _NREFUSED = 32, 1_000
 #: A call that leaves compiled code takes longer than a call in Python. It adds `_LEFT_COST` to the
 #: cost of its key; a call that ends in compiled code subtracts 1. If the cost exceeds `_MOST_COST`,
-#: the next `_NSKIPPED` calls are not direct.
+#: the next `_NSKIPPED` calls with this key are not direct.
 _LEFT_COST, _MOST_COST, _NSKIPPED = 8, 32, 100
 
 
@@ -91,7 +91,7 @@ class DirectCalls:
     Parameters
     ----------
     loop : DataLoop
-        Its calls over TCP run in compiled code.
+        Data loop of the job, whose ``compiled`` is not None.
     driver : MessageDriver
     caller : Caller
         The communicator's `Messenger`.
@@ -121,11 +121,11 @@ class DirectCalls:
         #: Address of these words, for a repetition, which does not check the form of arrays.
         self._words_at = data_of(self._words)
         self._prepared: dict[tuple[int, ...], PreparedCall] = {}
-        #: Number of calls that were not prepared since the table of prepared calls is full.
+        #: Number of calls that were not prepared, counted from the time when the table was full.
         self._nrefused = 0
-        #: Cost by key; if negative, number of calls that will not be direct.
+        #: Cost by key; a negative cost -n means that the next n calls are not direct.
         self._costs: dict[tuple[int, ...], int] = {}
-        #: Key of the last direct call that ended in compiled code.
+        #: Key of the last direct call that `_again` repeated in compiled code.
         self._last_key: tuple[int, ...] = ()
         #: The held call, if one compiled function repeats it.
         self._exchange: _RepeatedExchange | None = None
@@ -149,10 +149,15 @@ class DirectCalls:
     ) -> Outcome:
         """Run a direct call, see `r2ccl.runtime.messages.outcome`.
 
-        Return NOT_RUN if a peer is this rank, `ANY` or not connected; if a message or receive of
-        the communicator has to come first; if a receive waits, which could take the message, or any
-        receive if a message of the call is long; if a long message is under way, which compiled
-        code would delay; if the links or connections are in use; or if too many calls are prepared.
+        Return NOT_RUN in these cases:
+
+        - A peer is this rank, `ANY` or not connected.
+        - A long message is under way, which compiled code would delay.
+        - The call receives, and another receive waits or a message to take has arrived already.
+        - A message of the call is long, and any message, receive or envelope waits.
+        - The call sends, and an earlier envelope to the peer waits, or the peer may not buffer a
+          short message of this size.
+        - The links or connections are in use, or too many calls are prepared.
         """
         driver = self._driver
         self._compiled.take_events()  # one of them may be the message to receive
@@ -176,7 +181,7 @@ class DirectCalls:
             call.lanes(sent, received),
             driver.calls,
             self._runner(sent, received),
-            # A held call must not let an envelope wait.
+            # While the call is held, waiting envelopes would not be posted.
             None if driver.has_waiting else self._on_settled,
             lambda: requests.append(self._post(sent, received)),
         )

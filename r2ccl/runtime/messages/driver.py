@@ -51,7 +51,8 @@ _FIRST_OP_MASK = (1 << 32) - 1
 _LENGTH = struct.Struct("<Q")
 #: Size of a grant of a message whose data uses one channel.
 GRANT_NBYTES = ENVELOPE_NBYTES + _LENGTH.size
-#: Maximum number of slices of a message in compiled code, whose tables grow with their number.
+#: Maximum number of slices of a message in compiled code, whose tables grow with the number of
+#: slices.
 _MOST_SLICES = 1024
 #: The data of a message is divided among the channels at multiples of this number of bytes.
 _ALIGN = 64
@@ -234,7 +235,7 @@ class MessageDriver(MessageProtocol):
         return True
 
     def has_room(self, to: int, nbytes: int) -> bool:
-        """Return whether rank `to` may buffer a message of `nbytes`; always, if it is long."""
+        """Return whether rank `to` may buffer a message of `nbytes`; True for a long message."""
         peer = self._members[to]
         untaken = self._sent.get(peer, 0) - self._taken.get(peer, 0)
         return untaken + nbytes <= MOST_UNTAKEN_ON_LINKS or not self.is_short(nbytes)
@@ -270,7 +271,7 @@ class MessageDriver(MessageProtocol):
     def may_receive(self, source: int, tag: int) -> bool:
         """Return whether a new receive would take the next message with `tag` from `source`."""
         link, matching = self._links.receiver(self._members[source], self.channel), self.matching
-        if link.arrivals:  # ahead of a missing one: only `Links.deliver` passes them on
+        if link.arrivals:  # slices not delivered yet; only `Links.deliver` passes them on
             return False
         if matching.is_empty:
             return True
@@ -279,12 +280,12 @@ class MessageDriver(MessageProtocol):
     def pack(
         self, envelope: memoryview, kind: int, dtype: int, to: int, tag: int, nbytes: int
     ) -> None:
-        """Write the header of the next message to rank `to`, or its request, into `envelope`."""
+        """Write the header of the next message to rank `to`, or of its request, into `envelope`."""
         took, ident = self._report(self._members[to]), self._next_ident + 1
         _HEADER.pack_into(envelope, 0, kind, dtype, self._first_op, tag, ident, nbytes, took)
 
     def is_undivided(self, nbytes: int) -> bool:
-        """Return whether a message has one channel, whatever the health is, and not many slices."""
+        """Return whether a message has one channel with any health, and few enough slices."""
         is_small = nbytes <= self._slice_nbytes * _MOST_SLICES
         return is_small and (len(self._rails) == 1 or nbytes <= self._slice_nbytes)
 
@@ -308,7 +309,7 @@ class MessageDriver(MessageProtocol):
         return self._kind_word(EnvelopeKind.REQUEST, dtype), tag, nbytes, int(is_any)
 
     def expected_grant(self, nbytes: int) -> tuple[int, int, int, int]:
-        """Return the words that the grant of a long message must have, as `expected`."""
+        """Return the words that the grant of a long message must have, in `expected`'s form."""
         return self._kind_word(EnvelopeKind.GRANT, 0), 0, nbytes, 0
 
     def _kind_word(self, kind: int, dtype: int) -> int:
@@ -316,7 +317,7 @@ class MessageDriver(MessageProtocol):
         return signed_word(int.from_bytes(packed, "little"))
 
     def note_long(self, to: int, grant: memoryview) -> None:
-        """Count a long message to rank `to`, which compiled code has sent."""
+        """Count a long message to rank `to`, which compiled code has sent; `grant` is its grant."""
         self._next_ident += 1
         self._taken[self._members[to]] = _HEADER.unpack_from(grant)[-1]
 
@@ -337,8 +338,9 @@ class MessageDriver(MessageProtocol):
     ) -> Message | None:
         """Receive the message in `envelope`, which compiled code has received, into `view`.
 
-        `source` is the rank that has sent the envelope. Return None, and do nothing, if it is not a
-        message with `dtype`, `tag` and the size of `view`; then call `pass_on`.
+        `source` is the rank that has sent the envelope. After its header, the envelope has as many
+        bytes as `view`. Return None, and do nothing, if the envelope is not a short message with
+        `dtype` and `tag`; then call `pass_on`.
         """
         kind, given, first_op, number, _, nbytes, taken = _HEADER.unpack_from(envelope)
         if kind != EnvelopeKind.MESSAGE or first_op != self._first_op:
@@ -409,7 +411,10 @@ class MessageDriver(MessageProtocol):
         self.advance()
 
     def _report(self, peer: int) -> int:
-        """Return the number of bytes to report to `peer`, a rank of the job, as taken."""
+        """Return the number of bytes to report to `peer` as taken; record them as reported.
+
+        `peer` is a rank of the job.
+        """
         took = self._reported[peer] = self._took.get(peer, 0)
         return took
 

@@ -23,8 +23,8 @@ from r2ccl.types import EnvelopeKind
 if TYPE_CHECKING:
     from r2ccl.shm.rings import DirectCall, Rings
 
-#: Size in bytes of the header of an envelope over links. The limit for short messages includes it,
-#: so that the same messages are short in shared memory.
+#: A short message has at most `Config.eager_nbytes` bytes less this number, see
+#: `r2ccl.Communicator.send`. Over links, a message of ``eager_nbytes`` bytes is short, too.
 _HEADER_NBYTES = 32
 #: Maximum number of events that one call of `advance` handles.
 _MOST_EVENTS = 1000
@@ -57,7 +57,7 @@ class LocalDriver(MessageProtocol):
     members : sequence of int
         Rank in the job of each rank of the communicator.
     eager_nbytes : int
-        Maximum size of a short message with the header of its envelope, in bytes.
+        Maximum size in bytes of a short message, plus `_HEADER_NBYTES`.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class Way(Protocol):
         ...
 
     def connect_to(self, peer: int) -> None:
-        """Connect paths to `peer`, a rank of the job, if messages to it need paths; await them."""
+        """Connect paths to `peer`, a rank of the job, if messages need them; wait for the paths."""
         ...
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:

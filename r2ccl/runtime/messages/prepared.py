@@ -1,12 +1,13 @@
 """Plans of direct calls over TCP, and the memory of their envelopes.
 
-A short message is one eager slice, its envelope with the data. A long one takes these slices, as in
-`r2ccl.runtime.messages.driver`; the answer to a request is made in compiled code
+A short message is one eager slice: its envelope with the data. A long message uses the slices
+below, as in `r2ccl.runtime.messages.driver`. Compiled code makes the answer to a request
 (`r2ccl.runtime.compiled.answer`)::
 
     sender                           receiver
-    REQUEST, an eager slice      ->  compares it with the expected one
-    compares it with one         <-  GRANT, an eager slice, and landing places
+    REQUEST, an eager slice      ->  compares it with the expected request
+    compares it with the         <-  GRANT, an eager slice, and landing places
+    expected grant
     slices of data               ->
 """
 
@@ -56,7 +57,8 @@ class PreparedCall(ABC):
     ----------
     plan : Plan
     program : CompiledProgram or None
-        Program of the last call with this plan, if that call was held.
+        Program of the last call with this plan, if that call was held
+        (`r2ccl.runtime.compiled.call`); otherwise None.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -190,7 +192,8 @@ class PreparedLong(PreparedCall):
         if sent is not None:
             step = _step(OpKind.RECV, to, Space.SCRATCH, _GRANTED, is_eager=True)
             granted = add(step, control)
-            # A short message of the same size may come first, and landing places before the grant.
+            # The data must wait until the grant is checked: a short message of the size of a grant
+            # may arrive in its place, and landing places may arrive before the grant.
             shift = _GRANTED[0] - _CHECKED[0]
             step = _step(OpKind.REDUCE, -1, Space.SCRATCH, _CHECKED, after=granted, shift=shift)
             checked = add(step, -1)
@@ -270,7 +273,7 @@ def bytes_of(end: DirectEnd) -> memoryview:
 
 
 def make_pool() -> LandingPool:
-    """Return a pool of landing places, which direct calls need in form only."""
+    """Return a pool, which `HostLanes` requires; direct calls take no landing places from it."""
     return LandingPool(_memory, 1)
 
 
@@ -311,7 +314,7 @@ def _refuse(left: object, right: object, out: object) -> None:
 
 
 def _places(*sizes: int) -> list[tuple[int, int]]:
-    """Return the places of envelopes of these sizes, one after another."""
+    """Return (start, end) of successive places with these sizes in bytes."""
     ends = np.cumsum((0, *sizes)).tolist()
     return list(pairwise(ends))
 

@@ -8,10 +8,10 @@ envelope; the peer buffers it until a receive takes it. A long message is announ
                                         <-   GRANT(ident)
     data                                ->   the receive is complete
 
-If the short messages to a peer that the peer's receives have not taken would exceed `MOST_UNTAKEN`
-bytes (over links `MOST_UNTAKEN_ON_LINKS`), further short messages to the peer are announced too.
-This bounds the memory of the peer. A synchronous message is always announced: the grant tells its
-sender that a receive has taken it.
+A peer buffers at most `MOST_UNTAKEN` bytes (over links `MOST_UNTAKEN_ON_LINKS`) of short messages
+from this rank that no receive has taken. A short message that would exceed this limit is announced,
+too. A synchronous message is always announced: the grant tells its sender that a receive has taken
+the message.
 
 Invariant: the memory of a message is neither read nor written once its request is done.
 """
@@ -144,7 +144,10 @@ class MessageProtocol(ABC):
         self, source: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
         data: memoryview | bytes,
     ) -> None:  # fmt: skip
-        """Handle an envelope of rank `source`, any kind but TAKEN and DATA; `data` is borrowed."""
+        """Handle an envelope of rank `source`, of any kind except TAKEN and DATA.
+
+        `data`, the payload of the envelope, is borrowed.
+        """
         if kind == EnvelopeKind.MESSAGE:
             self._arrived(Envelope(source, tag, dtype, nbytes, ident, data))
         elif kind == EnvelopeKind.REQUEST:
