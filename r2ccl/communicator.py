@@ -947,12 +947,12 @@ class Communicator:
 
         Notes
         -----
-        See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES``, less a
-        header of 32 bytes, is short: the call copies it and does not wait for its `recv`. A longer
-        message to another rank waits for its `recv`. A short one waits, too, if the short messages
-        from this rank to `to` without a `recv` would otherwise exceed 1 MiB. *After failure*: the
-        failure of a path neither loses nor doubles a message. Messages and collectives do not wait
-        for each other.
+        See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES`` (32
+        bytes less in shared memory) is short: the call copies it and does not wait for its `recv`.
+        A longer message to another rank waits for its `recv`. A short one waits, too, if the short
+        messages from this rank to `to` without a `recv` would otherwise exceed 4 MiB, or 1 MiB in
+        shared memory. *After failure*: the failure of a path neither loses nor doubles a message.
+        Messages and collectives do not wait for each other.
         """
         return self._messages.send(x, to, tag, is_synchronous=is_synchronous, is_async=async_op)
 
@@ -1081,9 +1081,8 @@ class Communicator:
         whole pages of memory on every rank, so allocate few large arrays and use parts of them. The
         memory is freed by the first `empty` after all ranks have dropped their arrays in it; after
         the end of the communicator, a rank's memory is freed when it drops its array. A forked
-        child shares the contents of this memory. If the
-        ranks do not all share memory, as on several hosts, the array has ordinary memory instead,
-        registered as by `register`.
+        child shares the contents of this memory. If the ranks do not all share memory, as on
+        several hosts, the array has ordinary memory instead, registered as by `register`.
         *After failure*: an output in this memory may contain zeros after a failed `allreduce`.
         """
         return self._collectives.empty(*arguments.form_of(shape, dtype, like))

@@ -93,8 +93,8 @@ def pair_dtype(value: Any) -> np.dtype[Any]:
 def raw_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return an opaque dtype (``np.void``) of the size of `dtype`.
 
-    NumPy copies only the fields of a structured element, not the bytes between them. Of an array
-    that is viewed with the raw dtype, it copies all bytes.
+    NumPy copies only the fields of a structured element, not the bytes between them. If the array
+    is viewed with the raw dtype, NumPy copies all bytes.
     """
     return np.dtype((np.void, dtype.itemsize))
 

@@ -213,11 +213,11 @@ class CallSignature(msgspec.Struct, frozen=True):
 
     ``count`` is the number of elements of the whole buffer, all ranks' parts together; for a
     collective in `PAIRWISE` it is 0 or, in a slice, the number of elements that the sender of the
-    slice sends to its receiver in the call. Collectives that do not reduce have ``op`` SUM, those
-    without a root have ``root`` 0. ``root`` is made from a digest, see `with_digest`, in three
-    cases: an allreduce runs a schedule of the caller, an allreduce joins several allreduces of a
-    group, or the parts of a collective in `PARTED` differ in size. ``user`` is the digest of an
-    operation of the user, else 0.
+    slice sends to its receiver in the call. Collectives that do not reduce have ``op`` SUM, and
+    those without a root have ``root`` 0, except in three cases in which ``root`` is made from a
+    digest (see `with_digest`): an allreduce runs a schedule of the caller, an allreduce joins
+    several allreduces of a group, or the parts of a collective in `PARTED` differ in size. ``user``
+    is the digest of an operation of the user, else 0.
     """
 
     collective: int

@@ -3,8 +3,8 @@
 `table` lists the supported operations, `host` implements them with NumPy, `half` and `float8` have
 the compiled loops for 16-bit and 8-bit floats, `fold` and `fold_loop` reduce the arrays of several
 ranks at once, `conversion` scales and widens inputs, `user` has the operations of the user, and
-`cuda` has the kernels for GPUs. `compiling` and `native` compile, store and load the loops, and
-`arrays` has the layout of NumPy arrays for compiled code.
+`cuda` has the kernels for GPUs. `compiling` and `native` compile, store and load the loops. For
+compiled code, `arrays` has the layout of NumPy arrays, and `python_api` Python's C functions.
 
 Invariant: each element of a result depends only on the operands' elements at the same index, never
 on where a slice begins or ends. A replayed or differently cut slice therefore gives the same bits.

@@ -269,9 +269,10 @@ def _as_builtin(address: int, name: str, owner: Any = None) -> Callable[..., Any
 
 
 def must_compile(maker: str, *given: Any) -> bool:
-    """Return whether `callable_of` would compile the function of a maker, or wait until it is.
+    """Return whether no file has the function of a maker, so that `callable_of` would compile it.
 
-    False if Numba or llvmlite is not installed. Parameters are those of `address_of`.
+    If another process is compiling it, `callable_of` would wait for that process instead. False if
+    Numba or llvmlite is not installed. Parameters are those of `address_of`.
     """
     if why_not_compiled():
         return False

@@ -60,7 +60,7 @@ def new_reference(typing_context: Any, instance: Any) -> Any:
 
 @intrinsic
 def drop_reference(typing_context: Any, instance: Any) -> Any:
-    """Drop a reference to `instance`, which may end it."""
+    """Drop a reference to `instance`; if it is the last one, the object is destroyed."""
     return types.int64(types.int64), _calling("Py_DecRef", has_result=False)
 
 

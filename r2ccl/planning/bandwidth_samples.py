@@ -10,9 +10,9 @@ calls were counted, windows could always, or never, meet the same calls of a ste
 
 Invariant: all ranks select the same calls. The decisions depend only on the candidates, their
 costs and the versions of the health, which are equal on all ranks, and not on other calls. A rank
-need not ask about these: compiled code repeats a call without a new plan, and a call in two levels
-has a number per chunk. If a rank asks about a call that it then does not make, its next question
-has the same number and replaces the first.
+may therefore leave out the question about any other call, as it does if compiled code repeats a
+call without a new plan, or if a call in two levels uses one number per chunk. If a rank asks about
+a call that it then does not make, its next question has the same number and replaces the first.
 """
 
 from __future__ import annotations

@@ -236,8 +236,9 @@ def _turns_at_home(flows: Flows, nchannels: int, terms: Terms) -> tuple[EdgeAtHo
     """Return the placement `at_home` of as many channels as load all rails alike.
 
     The channels have equal edges. No placement of these channels is better, so it need not be
-    searched for. The edges of the other channels are not in the result: fewer channels than home
-    rails, or up to twice as many if loads differ, which few channels could not even out.
+    searched for. The edges of the remaining channels are not in the result. These channels are
+    fewer than the home rails or, if edges differ in load, fewer than twice as many, because few
+    channels could not even out the loads.
     """
     node_of = {rank: node for node, team in enumerate(terms.teams) for rank in team}
     rest = nchannels % terms.nhomes

@@ -57,8 +57,8 @@ def place_exchange(
         Root rank of gather and scatter; otherwise ignored.
     nchannels : int
         Number of channels among which a part is divided. 0: w, the smaller of ``fabric.nwires`` and
-        the number of home rails; 2 w if w > 1 and the port of a rank on a home rail has less than
-        its full bandwidth.
+        the number of home rails; 2 w if w > 1 and any rank's port on a home rail has less than its
+        full bandwidth.
     fabric : Fabric
     health : Health
     """

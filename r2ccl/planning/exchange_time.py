@@ -76,9 +76,9 @@ def alltoall_time(
 def _loads(both: _Ints, peers: _Ints, channels: _Ints) -> list[Fraction]:
     """Return what a rank exchanges with other nodes on each home rail, in parts of a channel.
 
-    Of each kind of node, there are `peers` ranks, and ``both[kind]`` has the lesser of the two
-    shares on each rail. `channels` has the number of channels on each rail. Those of a rail that is
-    down at either end detour over the other rails, in proportion to ``both``.
+    `peers` has the number of ranks on each kind of node, and ``both[kind]`` the lesser of the two
+    shares on each rail. `channels` has the number of channels on each rail. The channels of a rail
+    that is down at either end detour over the other rails, in proportion to ``both``.
     """
     is_up = both > 0
     direct = (peers @ is_up) * channels

@@ -93,7 +93,8 @@ class Placement(NamedTuple):
         On every rail, the channels of the schedule that have an edge there are numbered from 0.
         Schedules with equally many channels per rail then use the same link channels, and detours
         of the channels of a lost rail are spread evenly. `edges` must have all edges of the
-        schedule, so no node may have several ranks, or none: the placement is then unchanged.
+        schedule, so every node must have one rank. If `edges` is empty, the placement is returned
+        unchanged.
         """
         users = [
             sorted({e.channel for e in self.edges if e.number % width == at}) for at in range(width)

@@ -304,15 +304,16 @@ class PlanCache:
         health : Health
         op : int, optional
             Number of the collective before this one, equal on all ranks. The call is counted, and
-            can have to be a bandwidth sample (see `is_bandwidth_sample`). Default: neither.
+            may be selected as a bandwidth sample (see the method `is_bandwidth_sample`). Default:
+            neither.
         own : Schedule, optional
             Schedule of the user, which replaces the planner's choice. The caller has verified that
             its collective and its number of ranks are those of the call.
         parts : Parts, optional
             Places of the parts in this rank's memory, as for `r2ccl.planning.lowering.lower`.
         is_bandwidth_sample : bool
-            True if the plan must be a bandwidth sample; the method `is_bandwidth_sample` has then
-            counted the call.
+            True if the plan must be a bandwidth sample, because the method `is_bandwidth_sample`
+            has counted and selected the call.
 
         Raises
         ------

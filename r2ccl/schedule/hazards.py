@@ -82,7 +82,7 @@ class _Waits:
         self._is_receive = is_receive.view(np.uint8).data
 
     def require(self, earlier: int, later: int, verb: str) -> None:
-        """Raise ScheduleError unless `earlier` ends before `later` begins in every execution.
+        """Raise ScheduleError unless `earlier` always ends before `later` uses its memory.
 
         `verb` describes the use of the memory by `later` in the message.
         """
@@ -112,7 +112,11 @@ class _Waits:
                 )
 
     def _is_ordered(self, earlier: int, later: int) -> bool:
-        """Return True if ``after`` and messages guarantee that `earlier` ends before `later`."""
+        """Return True if ``after`` and messages order the end of `earlier` before `later`.
+
+        This includes a receive whose message cannot be sent before `earlier` has ended, because
+        the receive uses its memory only when the message arrives.
+        """
         horizon = self._moment[earlier]
         seen = {later}
         near, far = [later], list[int]()  # ops of this rank first: they nearly always suffice

@@ -1,8 +1,9 @@
 """Transport contract: the promises of `r2ccl.transport.base` as checks for any implementation.
 
 Call each function of `CHECKS` and of `r2ccl.testing.probecontract.PROBE_CHECKS` with a fresh
-`Bench` of your transport. A check raises AssertionError if the transport breaks its promise, or a
-wait takes longer than ``Bench.patience_s``. The checks use only the `Transport` interface.
+`Bench` of your transport, and close the bench afterwards. A check raises AssertionError if the
+transport breaks its promise, or a wait takes longer than ``Bench.patience_s``. The checks use only
+the `Transport` interface.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from r2ccl.types import PathKey
 
 
 class Bench(Protocol):
-    """Two ranks, 0 and 1, joined by the transport under test.
+    """Two ranks, 0 and 1, with rails 0 and 1, joined by the transport under test.
 
     Attributes
     ----------

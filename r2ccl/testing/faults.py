@@ -88,7 +88,8 @@ class Fault(
         collective `at_op`. Both count from 0; `at_step` is 0 by default.
     duration_s : float, optional
         The fault is undone after this many seconds; required for ``flap`` and ``stop``. Default:
-        the fault is not undone.
+        the fault is not undone. Ignored without a netlab: the library then reconnects the paths of
+        a ``nic_down`` as soon as it can.
     rate : str, optional
         Rate of ``slow`` in tc's syntax, such as ``20mbit``.
     mean_s : float, optional

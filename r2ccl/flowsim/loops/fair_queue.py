@@ -91,7 +91,7 @@ def place(s: FlowState, link: int) -> None:
 def _part_left(s: FlowState, seat: int, port: int) -> float:
     """Remove a link's seat from the port's queue; return the bytes of its slice not yet served.
 
-    0 if the port has served the slice, so that the seat is in no queue any more.
+    Returns 0 if the port has served the slice, so that the seat is in no queue any more.
     """
     if s.seats[seat].next == AWAY:
         return 0.0

@@ -36,9 +36,8 @@ _PIPE_READS = 16
 
 _READ_NBYTES = 1 << 16
 
-
-#: Values of the ranks' variables of these names. Labs and jobs can all use the same ports, because
-#: each namespace has its own.
+#: Ports in the environment variables ``MASTER_PORT`` and ``R2CC_PORT`` of the ranks. All labs use
+#: the same ports, because each network namespace has its own port space.
 MASTER_PORT = 29500
 R2CC_PORT = 29501
 

@@ -122,7 +122,8 @@ class CutPath(msgspec.Struct, frozen=True):
         True if the messages in flight wait and continue after the repair; False if the connection
         is lost. See `r2ccl.testing.simulation.wire.Cut`.
     restore_us : int
-        Time from the cut until the path is repaired; 0 means never.
+        Time from the cut until the path is repaired; 0 means never. A path that several faults
+        have broken works again after the first repair.
     """
 
     at: int

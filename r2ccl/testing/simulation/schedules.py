@@ -73,7 +73,7 @@ def _flat(nranks: int, nchannels: int) -> list[tree.Parents]:
 def _reach(nranks: int) -> Reach:
     """Return a function that returns whether two ranks reach each other.
 
-    If there are four ranks or more, ranks 0 and 1 do not. All other pairs of ranks do.
+    All pairs of ranks reach each other, except ranks 0 and 1 if there are four ranks or more.
     """
     return lambda a, b: nranks < 4 or {a, b} != {0, 1}
 
