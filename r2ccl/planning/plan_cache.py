@@ -395,7 +395,9 @@ class PlanCache:
         if self._packs_channels:
             placement = placement.packed(len(self.fabric.homes))
         is_bulk = (placement.edges or placement.spread) and nbytes > self.fabric.inlet_nbytes
-        whole_nbytes = self._whole_nbytes() if choice.name == "direct" else 0
+        # A schedule of the user is never a direct exchange or a sample: it may have any name.
+        is_direct = own is None and choice.name == "direct"
+        whole_nbytes = self._whole_nbytes() if is_direct else 0
         layout = lower(
             choice.schedule.program(self._rank),
             call.count,
@@ -422,7 +424,7 @@ class PlanCache:
             layout,
             reduce,
             finish,
-            choice.is_bandwidth_sample,
+            own is None and choice.is_bandwidth_sample,
             pairs,
         )
 

@@ -25,6 +25,8 @@ from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from r2ccl.algos import recursive_doubling, scan, spanning_tree, tree, tree_gather
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health
@@ -131,6 +133,7 @@ class Planner:
         `r2ccl.planning.plan_cache`), unless the data fits one eager slice, the settings fix another
         schedule, or the call has no such schedule.
         """
+        call = _without_digest(call)
         is_small = nbytes <= self._config.eager_nbytes
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)
@@ -163,7 +166,7 @@ class Planner:
             return self.compare(nbytes, health, FAMILIES)
         is_compared = call.collective not in DIRECT and nbytes > self._config.eager_nbytes
         if is_compared and call.collective != Collective.BARRIER:
-            carried = self._carried(health)
+            carried, call = self._carried(health), _without_digest(call)
             return self._predicted(call, nbytes, self._terms(nbytes, carried), carried)
         return [self.plan(call, nbytes, health)]
 
@@ -253,12 +256,9 @@ class Planner:
         The candidates are cached for each health.
         """
         collective = Collective(call.collective)
-        # Without a root, `call.root` may be a digest of the sizes of the parts, which can differ in
-        # every call.
-        root = call.root if collective in ROOTED else 0
-        key = (health.version, f"{collective.name} {root}", terms.nchannels)
+        key = (health.version, f"{collective.name} {call.root}", terms.nchannels)
         made = partial(
-            collective_candidates, collective, root, terms, keeps_order=self._keeps_order
+            collective_candidates, collective, call.root, terms, keeps_order=self._keeps_order
         )
         found = self._keep(key, made, health)
         return [each for each in found if each.has_way] or found
@@ -472,6 +472,15 @@ def _expanded(choice: Choice, terms: Terms) -> Choice:
         return choice
     schedule, placement = expand(choice.schedule, choice.placement, terms.teams, choice.flows)
     return choice._replace(schedule=schedule, placement=placement, is_among_nodes=False)
+
+
+def _without_digest(call: CallSignature) -> CallSignature:
+    """Return `call` with root 0 if it has no root.
+
+    Its root may be a digest, of the sizes of its parts or of the calls of a group, which can differ
+    in every call.
+    """
+    return call if call.collective in ROOTED else msgspec.structs.replace(call, root=0)
 
 
 def _is_bridged(terms: Terms) -> bool:

@@ -151,9 +151,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     Parameters
     ----------
     name : str
-        Name of the algorithm, for messages and reports. The planner predicts the time of a call by
-        this name, and measures rail bandwidth with calls of ``ring``, ``bridged_ring`` and
-        ``chain``, so an algorithm of another kind needs another name.
+        Name of the algorithm, for messages and reports. The planner also predicts the time of a
+        call by this name.
     collective : str
         Name of the collective: a key of `CONDITIONS` or `ROOTED` in `r2ccl.schedule.conditions`.
     nranks : int

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from support.healths import health
 
-from r2ccl.algos import leaf_ring, recursive_doubling, ring
+from r2ccl.algos import leaf_ring, one_shot, recursive_doubling, ring
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument, ScheduleError
 from r2ccl.failover.health.table import Health
@@ -39,6 +39,15 @@ def test_a_plan_is_made_once_for_each_health() -> None:
     assert plans(CALL, health(), 5) is not first
     plans.measured(RATES)
     assert plans(CALL, lost, 5) is not first, "it was planned with other rates"
+
+
+def test_a_small_group_runs_if_nodes_share_no_home_rail() -> None:
+    """The root of a group's call is a digest of its calls, not a rank."""
+    fabric = Fabric(range(2), 2, (), RATES)
+    apart = health(nrails=2, r1n0=0, r0n3=0)
+    call = replace(CALL, count=16)
+    found = [PlanCache(0, 4, fabric, Config())(each, apart) for each in (call, call.with_digest(9))]
+    assert found[0].layout == found[1].layout
 
 
 def test_rails_are_measured_oftener_while_one_is_slow() -> None:
@@ -149,6 +158,15 @@ def test_a_users_schedule_is_checked_and_kept() -> None:
         plans(CALL, health(), 5, half)
     with pytest.raises(ScheduleError):
         plans.check_own(half)
+
+
+@pytest.mark.parametrize("name", ["ring", "direct"])
+def test_the_name_of_a_users_schedule_changes_nothing(name: str) -> None:
+    """Many ranks send to one port, so it must not be taken for a ring, which is a sample."""
+    mine = replace(one_shot.allreduce(4), name=name)
+    named, other = (make()(CALL, health(), 5, replace(mine, name=each)) for each in (name, "mine"))
+    assert not named.is_bandwidth_sample
+    assert named.layout == other.layout
 
 
 @pytest.mark.parametrize("of", [health(), health(r1n0=0), health(r1n0=4, r2n0=1)], ids=str)
