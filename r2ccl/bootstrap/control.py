@@ -500,7 +500,8 @@ class ControlPlane:
 
     def _on_peer_down(self, sender: int, news: PeerDown) -> None:
         if news.rank == self.rank:
-            # The other ranks are not told of these losses: they follow the report of the witness.
+            # The other ranks are not told of these losses: the witness has told them that this rank
+            # is lost.
             for peer in {sender, news.witness} & self._everyone:
                 # Not `news.last_heard_s`, which is the silence of this rank.
                 session = self._sessions.get(peer)

@@ -81,7 +81,8 @@ class _Dialing:
             await self._end
         except BaseException:
             self._forget()
-            wire.close_hard(self._sock)  # a port at which another process is to listen is free
+            # A reset, because TIME_WAIT would occupy a port at which a rank may be about to listen.
+            wire.close_hard(self._sock)
             raise
         self._forget()
         return self._sock
@@ -98,8 +99,8 @@ class _Dialing:
             self._end.set_exception(exc)
             return
         if self._sock.getsockname()[:2] == target[:2]:
-            # Nobody listens there, and the kernel has chosen that port as this end's own: the
-            # socket is connected to itself, and takes the port from the process that is to listen.
+            # No process listens at that port, and the kernel has chosen it as this end's own port:
+            # the socket is connected to itself, and keeps the other process from listening there.
             self._end.set_exception(ConnectionRefusedError(errno.ECONNREFUSED, "own port"))
             return
         # The socket becomes readable when the acceptor's opening arrives or connecting fails.

@@ -128,7 +128,7 @@ class Leader:
         self._failed: set[int] = set()
         self._progress = asyncio.Event()
         self._began_s = monotonic()
-        #: Numeric address at which this rank listens, or a socket that it inherited does.
+        #: Numeric address of the listening socket, which this rank may have inherited.
         self._host = ""
 
     async def run(self) -> Meeting:

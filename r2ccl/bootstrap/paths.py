@@ -33,7 +33,8 @@ _MAX_PAUSE_S = 1.0
 #: Long enough for one retransmission of a SYN, which Linux sends after 1 s.
 _CONNECT_TIMEOUT_S = 2.0
 #: A last-resort path waits while other paths to its peer are being dialed, at most `_GIVE_WAY_S`.
-#: If these are all connected sooner, it is dialed `_QUIET_S` later. Calls thus get these first.
+#: If these are all connected sooner, it is dialed `_QUIET_S` later. The other paths, which calls
+#: prefer, are thus connected first.
 _QUIET_S, _GIVE_WAY_S = 0.005, 0.02
 #: Maximum number of connections of one rail that a rank dials and authenticates at a time. If ranks
 #: of one machine started all handshakes at once, handshakes would not end in time.

@@ -154,9 +154,9 @@ class LaunchPool:
             communicator still works. Otherwise the pool has ended, and a note on the exception says
             why.
         R2cclError
-            If a rank calls ``sys.exit``, raises an exception that cannot be pickled, or exits
-            during the call, which ends the pool; or if the pool has ended or belongs to another
-            process.
+            If a rank calls ``sys.exit`` or raises an exception that cannot be pickled; if a rank
+            exits during the call, which ends the pool; or if the pool has ended or belongs to
+            another process.
         TransportTimeout
             If not all ranks return within `timeout_s`; the pool has ended.
         InvalidArgument

@@ -30,7 +30,7 @@ class SecretSource(Protocol):
     """Source of the secret of a job."""
 
     def current(self) -> Secret | None:
-        """Return the secret; None if it is not available yet, and must be asked for again."""
+        """Return the secret; None if it is not available yet: the caller then asks again later."""
 
     def publish(self) -> None:
         """Make the secret available to the other ranks; rank 0 calls this when it owns the port."""

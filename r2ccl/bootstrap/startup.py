@@ -35,7 +35,7 @@ HcasFor = Callable[[], tuple[str, ...]]
 
 _STOP_S = 1.0
 
-#: Variables of the published R2CCL that are also read.
+#: Variables of R2CCL, the system of arXiv:2512.25059, that are also read.
 _PUBLISHED = ("R2CC_FAILED_HCA", "R2CC_FAILED_NODE")
 #: Variables that the library and its tests set for their own processes.
 _OWN = (

@@ -31,8 +31,8 @@ _ALIVE_S = 10.0
 _SILENCE_S = 60.0
 _FLUSH_S = 5.0
 _LENGTH = struct.Struct("!I")
-#: Maximum size of a message: output comes in pieces of 64 KiB; by default, Linux limits a command
-#: line to 2 MiB.
+#: Maximum size of a message. The largest are `Start`, with a command line (by default, Linux limits
+#: it to 2 MiB), and `Output`, with up to 64 KiB.
 _MAX_NBYTES = 4 << 20
 
 

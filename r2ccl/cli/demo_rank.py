@@ -92,7 +92,7 @@ class _Reporter:
         )
 
     def called(self, number: int, took_s: float, nwrong: int) -> None:
-        """Print time, bandwidth and verdict of call `number`.
+        """Print the time and bandwidth of call `number`, and whether its result is right.
 
         Then print, once each, that the traffic of the lost rail has moved, and that the rail is
         connected again.

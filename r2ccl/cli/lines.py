@@ -19,8 +19,8 @@ _T = TypeVar("_T")
 
 #: Foreground colours of the prefixes, by rank: the six that are readable on black and on white.
 _COLOURS = (36, 33, 32, 35, 34, 31)
-#: Longest line in bytes that is kept until it is complete. Each further piece of output would copy
-#: a longer one again.
+#: Longest line in bytes that is kept until it is complete. Each further piece of output copies the
+#: kept part again.
 _MOST_UNFINISHED = 1 << 20
 
 #: Rank and name of a stream.

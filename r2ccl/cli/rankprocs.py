@@ -88,7 +88,7 @@ class HostRanks:
         self._is_signalled = False
 
     async def start(self, listener: socket.socket | None) -> None:
-        """Start all ranks.
+        """Start all ranks; after an error, `close` ends those that were started.
 
         Parameters
         ----------

@@ -1,8 +1,12 @@
 """Ranks on several hosts, which agents start: the launcher's side of `r2ccl.cli.agentlink`.
 
-A start has four steps. All agents answer. If there is a second host, its agent resolves the name of
-the first host, because a host often has a loopback address for its own name. The agent of the first
-host opens the socket of the rendezvous. All agents start their ranks.
+A start has four steps:
+
+1. The launcher starts the agents of all hosts and waits for their greetings.
+2. If there is a second host, its agent resolves the name of the first host, because a host often
+   has a loopback address for its own name.
+3. The agent of the first host opens the socket of the rendezvous.
+4. All agents start their ranks.
 """
 
 from __future__ import annotations

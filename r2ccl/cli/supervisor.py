@@ -58,7 +58,7 @@ class Supervisor:
     statuses : dict of int to int
         Exit status of each rank that has ended; ``-n`` if signal n ended it.
     failure : str
-        What failed first; empty if nothing has.
+        Description of the first failure; empty if there was none.
     """
 
     def __init__(self, printer: LinePrinter, *, keeps_going: bool, has_stdin: bool) -> None:

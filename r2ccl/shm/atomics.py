@@ -105,8 +105,8 @@ def pause(typing_context: Any) -> Any:
         if MACHINE == "x86_64":
             _call_void(builder, "llvm.x86.sse2.pause")
         else:
-            # `yield` does nothing on most arm64 cores; a barrier for the whole system (option 15)
-            # lasts about as long as x86's pause.
+            # `yield` does nothing on most arm64 cores; an instruction barrier (isb; 15 is its only
+            # option) lasts about as long as x86's pause.
             isb = ir.FunctionType(_VOID, [_I32])
             function = cgutils.get_or_insert_function(builder.module, isb, "llvm.aarch64.isb")
             builder.call(function, [_I32(15)])

@@ -478,8 +478,9 @@ class LocalGroup:
     def leave(self, output: Array | None) -> None:
         """Take this rank's arrays back from the peers, because a call raises an error.
 
-        A peer that has read one of these arrays directly does not finish its call. `output` is the
-        output of an allreduce, to which peers do not write any more; None: of another call.
+        A peer that has read one of these arrays directly does not finish its call. If the call is
+        an allreduce, `output` is its output, and peers do not write to it any more after this
+        method. For other calls, `output` is None.
         """
         self._own.words[layout.LEFT // 8] = 1
         self.wake()

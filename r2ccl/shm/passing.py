@@ -70,7 +70,8 @@ class Deadline(NamedTuple):
     until_s : float
         Time, on the clock of the library, at which they end.
     has_ended : callable
-        ``has_ended()`` returns True if the communicator has ended, so that no rank may answer.
+        ``has_ended()`` returns True if the communicator has ended; other ranks may then never
+        answer.
     """
 
     until_s: float

@@ -68,8 +68,8 @@ def repeat_of(
     state, call : int
         Address of the state, and of the words of the prepared call, which has a form.
     rest : tuple
-        Arguments of the call besides the arrays: numbers, tuples or None. The types of the first
-        arguments must be the same; all others only need to be equal.
+        Arguments of the call besides the arrays: numbers, tuples or None. The arguments of a
+        repetition must be equal to these, and the first one must also have the same type.
     uses_input : bool
         False: the input of this rank is ignored, whatever it is.
     output : Role
@@ -78,12 +78,12 @@ def repeat_of(
         ``proceed(source, target, result)`` continues a call whose loop returned `result`, neither
         FINISHED nor CHANGED, until it has finished; it raises an error if the call cannot finish.
     kept : object
-        What must live as long as the function.
+        Object that the function keeps alive.
 
     Returns
     -------
     Repeat
-        It needs the turn: no other call of the group may run meanwhile.
+        While it runs, no other call of the group may run.
 
     Raises
     ------

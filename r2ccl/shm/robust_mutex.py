@@ -9,8 +9,9 @@ A mutex belongs to a thread, so a thread that does nothing else locks it. The en
 or of a forked child does not mark it. A call of execve(2) marks it: the process then no longer has
 a communicator.
 
-An owner that is about to unlock its mutex sets a flag, because a process that looks at a free mutex
-locks it for a moment, and may end meanwhile.
+An owner that is about to unlock its mutex sets a flag. A process that examines a free mutex locks
+it for a moment. If this process ends meanwhile, the kernel marks the mutex, and the flag shows that
+the process that ended was not the owner.
 
 Invariant: the memory of a mutex stays mapped as long as its thread may hold it, because libc keeps
 the held mutexes of a thread in a linked list.

@@ -131,10 +131,10 @@ def wait_for_all(state: Any, address: Any, offset: Any, value: Any) -> Any:
 
 @inlined
 def copy(target: Any, source: Any, nbytes: Any, is_streamed: Any) -> None:
-    """Copy `nbytes` bytes to address `target`, which is in an output.
+    """Copy `nbytes` bytes from address `source` to address `target`.
 
-    With `is_streamed`, copies of at least 4096 bytes bypass the caches, because the output is too
-    large for them.
+    With `is_streamed`, copies of at least 4096 bytes bypass the caches; the caller must then call
+    `stream_fence` before another thread may read the bytes.
     """
     if not is_streamed or nbytes < 4096:
         copy_bytes(target, source, nbytes)

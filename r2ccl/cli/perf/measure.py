@@ -1,8 +1,9 @@
 """Measurement of collectives on one rank: time every case, then verify its results.
 
 The time of a call is the time of a loop of ``-n`` calls, or ``-n`` groups of ``-m`` calls, back to
-back, divided by the number of calls. ``-w`` calls or groups run before the loop. By default the
-time is averaged over the ranks, as in nccl-tests. Verification runs outside that loop, on fresh
+back, divided by the number of calls. ``-w`` calls or groups run before the loop. With ``-g 1``, the
+loop also waits for the GPU: after each call or group, or with ``-z 0`` once at its end. By default
+the time is averaged over the ranks, as in nccl-tests. Verification runs outside that loop, on fresh
 inputs that every rank derives from one seed. No order of operations rounds a partial result of
 these inputs, so results are compared bit for bit.
 """

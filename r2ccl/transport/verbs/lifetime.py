@@ -162,7 +162,7 @@ class Lifetime:
 def _is_watchable(owner: Any) -> bool:
     """Return True if `owner` accepts weak references and certainly keeps its memory until it dies.
 
-    Of the objects with a buffer, only NumPy arrays and memoryviews do the latter.
+    An object with a buffer certainly keeps its memory only if it is a NumPy array or a memoryview.
     """
     if not isinstance(owner, np.ndarray | memoryview) and _export(owner) is not None:
         return False

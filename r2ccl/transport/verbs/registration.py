@@ -414,7 +414,8 @@ class RegistrationCache:
         end = allocation.base + allocation.nbytes
         while at < len(self._index) and self._index[at].end <= end:
             self._retire(self._index[at])
-        # A registration that contains it has another owner or identity, so it may end earlier.
+        # A registration that contains `allocation` has another owner or identity, so that
+        # registration may end before the new one.
         at = bisect_right(self._bases, allocation.base) - 1
         while at >= 0 and self._index[at].end >= end:
             self._retire(self._index[at])
