@@ -6,7 +6,6 @@ last but one may still be in use by calls that ranks entered before they agreed 
 
 from __future__ import annotations
 
-from threading import Lock
 from typing import Any, TypeVar
 
 #: Version of the health, and whatever else a result depends on.
@@ -33,37 +32,36 @@ class Kept(dict[Key, Value]):
         super().__init__()
         self._most = most
         self._most_size = most_size
-        self._lock = Lock()
         self._sizes: dict[Key, int] = {}
-        #: Sum of `_sizes`.
+        #: Sum of `_sizes`. If two threads keep results at once, it may be inexact until the next
+        #: version of the health.
         self._total = 0
         #: Newest version of the health in a key.
         self._newest = -1
 
     def keep(self, key: Key, value: Value, size: int = 0) -> Value:
         """Keep `value`, the result for `key`, whose memory is proportional to `size`; return it."""
-        with self._lock:
-            newest = self._newest
-            if key[0] > newest:
-                self._newest = key[0]
-                for other in list(self):
-                    if other[0] < newest:
-                        self._drop(other)
-            self._drop(key)
-            while self and (len(self) >= self._most or self._is_full(size)):
-                self._drop(next(iter(self)))
-            self[key] = value
-            if self._most_size is not None:
-                self._sizes[key] = size
-                self._total += size
+        newest = self._newest
+        if key[0] > newest:
+            self._newest = key[0]
+            for other in list(self):
+                if other[0] < newest:
+                    self._drop(other)
+            self._total = sum(list(self._sizes.values()))
+        self._drop(key)
+        while self and (len(self) >= self._most or self._is_full(size)):
+            self._drop(next(iter(list(self)), key))
+        self[key] = value
+        if self._most_size is not None:
+            self._sizes[key] = size
+            self._total += size
         return value
 
     def clear(self) -> None:
         """Drop all results."""
-        with self._lock:
-            super().clear()
-            self._sizes.clear()
-            self._total = 0
+        super().clear()
+        self._sizes.clear()
+        self._total = 0
 
     def _is_full(self, size: int) -> bool:
         most = self._most_size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from time import process_time
 
 import pytest
@@ -47,32 +45,6 @@ def test_large_results_drop_more() -> None:
         if name == "e":
             assert list(kept.values()) == ["e"], "a result is kept whatever its size"
     assert list(kept.values()) == ["f", "g"]
-
-
-def test_two_threads_may_keep_results_at_once() -> None:
-    """An insertion between two steps of an iteration would be a RuntimeError."""
-    kept: Kept[tuple[int, int], int] = Kept(8, 64)
-    errors: list[BaseException] = []
-
-    def keep(first: int) -> None:
-        try:
-            for number in range(20_000):
-                kept.keep((0, first + number), number, 9)
-        except RuntimeError as exc:
-            errors.append(exc)
-
-    threads = [threading.Thread(target=keep, args=(first,)) for first in (0, 1 << 20)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not errors
-    assert len(kept) == 7
 
 
 def test_results_kept_again_count_once() -> None:
