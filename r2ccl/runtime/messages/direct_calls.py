@@ -66,6 +66,7 @@ class _RepeatedExchange(NamedTuple):
     ----------
     key : tuple of int
         As for `Way.begin`.
+    call : PreparedCall
     to, source : int or None
         Ranks to which the call sends, and from which it receives.
     words : memoryview
@@ -76,6 +77,7 @@ class _RepeatedExchange(NamedTuple):
     """
 
     key: tuple[int, ...]
+    call: PreparedCall
     to: int | None
     source: int | None
     words: memoryview
@@ -268,7 +270,7 @@ class DirectCalls:
             kept=(call, form, array, x.dtype, out.dtype),
         )
         again = partial(self._loop.repeat, self._caller, call.program, run)
-        self._exchange = _RepeatedExchange(key, to, source, words, again)
+        self._exchange = _RepeatedExchange(key, call, to, source, words, again)
 
     def _on_settled(self, op: int) -> None:
         """Give the counts of messages back to the driver: the held call is settled.
@@ -278,6 +280,7 @@ class DirectCalls:
         exchange = self._exchange
         if exchange is not None:
             self._driver.import_counts(exchange.words, exchange.to, exchange.source)
+            exchange.call.note_taken(self._driver, exchange.to, exchange.source)
             self._exchange = None
 
     def _again(

@@ -83,6 +83,12 @@ class PreparedCall(ABC):
     def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
         """Return the message that the call has received; None if it is not the expected one."""
 
+    def note_taken(self, driver: MessageDriver, to: int | None, source: int | None) -> None:
+        """Note what rank `to` and rank `source` reported as taken in repeated exchanges.
+
+        Do nothing if compiled code has counted it.
+        """
+
     @abstractmethod
     def fill(self, words: memoryview, *, is_sending: bool, is_receiving: bool) -> None:
         """Describe the envelopes in the words of a repeated exchange.
@@ -250,6 +256,13 @@ class PreparedLong(PreparedCall):
     def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
         """Implement `PreparedCall.take`; never None: compiled code has refused other requests."""
         return driver.take_long(self._part(_REQUESTED), received.peer)
+
+    def note_taken(self, driver: MessageDriver, to: int | None, source: int | None) -> None:
+        """Implement `PreparedCall.note_taken`."""
+        if to is not None:
+            driver.note_taken(to, self._part(_GRANTED))
+        if source is not None:
+            driver.note_taken(source, self._part(_REQUESTED))
 
     def fill(self, words: memoryview, *, is_sending: bool, is_receiving: bool) -> None:
         """Implement `PreparedCall.fill`."""
