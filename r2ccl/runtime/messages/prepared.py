@@ -83,11 +83,9 @@ class PreparedCall(ABC):
     def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
         """Return the message that the call has received; None if it is not the expected one."""
 
+    @abstractmethod
     def note_taken(self, driver: MessageDriver, to: int | None, source: int | None) -> None:
-        """Note what rank `to` and rank `source` reported as taken in repeated exchanges.
-
-        Do nothing if compiled code has counted it.
-        """
+        """Note what rank `to` and rank `source` reported as taken in repeated exchanges."""
 
     @abstractmethod
     def fill(self, words: memoryview, *, is_sending: bool, is_receiving: bool) -> None:
@@ -150,6 +148,9 @@ class PreparedShort(PreparedCall):
         dtype = received.buffer.dtype_code
         given = self.received, bytes_of(received), dtype, received.peer, received.tag
         return driver.take_short(*given)
+
+    def note_taken(self, driver: MessageDriver, to: int | None, source: int | None) -> None:
+        """Do nothing: compiled code keeps these counts, see `MessageDriver.import_counts`."""
 
     def fill(self, words: memoryview, *, is_sending: bool, is_receiving: bool) -> None:
         """Implement `PreparedCall.fill`."""
