@@ -947,12 +947,13 @@ class Communicator:
 
         Notes
         -----
-        See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES`` (32
-        bytes less in shared memory) is short: the call copies it and does not wait for its `recv`.
-        A longer message to another rank waits for its `recv`. A short one waits, too, if the short
-        messages from this rank to `to` without a `recv` would otherwise exceed 4 MiB, or 1 MiB in
-        shared memory. *After failure*: the failure of a path neither loses nor doubles a message.
-        Messages and collectives do not wait for each other.
+        See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES`` is
+        short: the call copies it and does not wait for its `recv`. In shared memory, a short
+        message also takes at most half of a ring, which has 1 MiB with up to 32 ranks. A longer
+        message to another rank waits for its `recv`. A short one waits, too, if the short messages
+        from this rank to `to` without a `recv` would otherwise exceed 4 MiB, or 1 MiB in shared
+        memory. *After failure*: the failure of a path neither loses nor doubles a message. Messages
+        and collectives do not wait for each other.
         """
         return self._messages.send(x, to, tag, is_synchronous=is_synchronous, is_async=async_op)
 

@@ -38,7 +38,7 @@ class FaultPlan:
     Raises
     ------
     InvalidArgument
-        If a fault has no trigger.
+        If a fault has no trigger, or an item is no `Fault`.
 
     Attributes
     ----------
@@ -54,6 +54,10 @@ class FaultPlan:
         #: that the rank triggers.
         self._claimed: Sequence[int] = range(len(self.faults))
         for fault in self.faults:
+            if not isinstance(fault, Fault):
+                raise InvalidArgument(
+                    f"fault plan: {fault!r} is no Fault; Fault.parse makes one of a text"
+                )
             if fault.at_s is None and fault.at_op is None:
                 raise InvalidArgument(
                     f"fault {fault} of the plan has no trigger: give it at_s or at_op"
@@ -99,13 +103,25 @@ class FaultPlan:
             check_fits(fault, nodes=nodes, rails=rails, ranks_per_node=ranks_per_node)
 
     def check_needs_no_lab(self) -> None:
-        """Raise InvalidArgument if a fault has `at_s`: only a lab can apply it."""
+        """Raise InvalidArgument if a fault has `at_s` or `duration_s`, which only a lab can do."""
         for fault in self.faults:
             if fault.at_op is None:
                 raise InvalidArgument(
                     f"fault {fault}: without a lab only faults with at_op can be applied; give it "
                     "at_op, or run under `r2ccl netlab`"
                 )
+            if fault.duration_s is not None:
+                raise InvalidArgument(
+                    f"fault {fault}: without a lab no fault is undone after duration_s; leave it "
+                    "out, or run under `r2ccl netlab`"
+                )
+
+    def check_unused(self) -> None:
+        """Raise InvalidArgument if some faults have fired: a plan serves one run."""
+        if self.fired:
+            raise InvalidArgument(
+                "this fault plan was already used; make a fresh one: FaultPlan(plan.faults)"
+            )
 
     def resolved(self, ranks_per_node: int) -> FaultPlan:
         """Return a fresh plan in which each fault with `at_op` names the rank that triggers it."""
@@ -176,12 +192,13 @@ class FaultPlan:
         Raises
         ------
         InvalidArgument
-            If a fault of the plan has `at_s`, which only a lab can apply, or the job lacks a rank
-            or rail of a fault.
+            If a fault of the plan has `at_s` or `duration_s`, which need a lab, the job lacks a
+            rank or rail of a fault, or some faults have fired before.
         """
         # Imported here because it imports NumPy, which commands do not need.
         from r2ccl.testing.reporting import ReportingTransport
 
+        self.check_unused()
         self.check_needs_no_lab()
         self.check(nodes=nranks, rails=inner.nrails)
         return ReportingTransport(inner, lambda cut: FaultReporter(self, rank, cut))
@@ -208,7 +225,7 @@ def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
     Raises
     ------
     InvalidArgument
-        If an argument is negative.
+        If an argument is negative or no integer.
 
     Examples
     --------
@@ -258,7 +275,8 @@ def reporter_from_env(
     ------
     InvalidArgument
         If the plan cannot be read or is malformed, or if ``RANK`` is missing or not a number.
-        Without ``R2CC_FAULT_SOCKET`` also if `apply` is None or a fault of the plan has `at_s`.
+        Without ``R2CC_FAULT_SOCKET`` also if `apply` is None or a fault of the plan has `at_s` or
+        `duration_s`.
     """
     path = env.get("R2CC_FAULT_PLAN")
     if not path:

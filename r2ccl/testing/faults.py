@@ -7,7 +7,9 @@ of a fault exist in a lab.
 from __future__ import annotations
 
 import enum
+import math
 import re
+from numbers import Integral, Real
 from typing import Any
 
 import msgspec
@@ -88,8 +90,8 @@ class Fault(
         collective `at_op`. Both count from 0; `at_step` is 0 by default.
     duration_s : float, optional
         The fault is undone after this many seconds; required for ``flap`` and ``stop``. Default:
-        the fault is not undone. Ignored without a netlab: the library then reconnects the paths of
-        a ``nic_down`` as soon as it can.
+        the fault is not undone. Not allowed without a netlab: the library then reconnects the
+        paths of a ``nic_down`` as soon as it can.
     rate : str, optional
         Rate of ``slow`` in tc's syntax, such as ``20mbit``.
     mean_s : float, optional
@@ -143,19 +145,21 @@ class Fault(
     def _check_ranges(self) -> None:
         for name in ("node", "rail", "peer", "rank", "at_op", "at_step", "seed"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise self._bad(f"has {name}={value}; it must be 0 or more")
-        if self.at_s is not None and not 0 <= self.at_s < 1e6:  # NaN fails each comparison
-            raise self._bad(f"has at_s={self.at_s}; it must be 0 or more and less than 1e6 seconds")
+            if value is not None and not is_integer(value, 0):
+                raise self._bad(f"has {name}={value!r}; it must be an integer, 0 or more")
+        at_s: object = self.at_s
+        # NaN fails each comparison.
+        if at_s is not None and not (isinstance(at_s, Real) and 0 <= float(at_s) < 1e6):
+            raise self._bad(f"has at_s={at_s!r}; it must be 0 or more and less than 1e6 seconds")
         for name in ("duration_s", "mean_s"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < 1e6:
+            if value is not None and not (isinstance(value, Real) and 0 < float(value) < 1e6):
                 raise self._bad(
-                    f"has {name}={value}; it must be more than 0 and less than 1e6 seconds"
+                    f"has {name}={value!r}; it must be more than 0 and less than 1e6 seconds"
                 )
         if self.peer is not None and self.peer == self.node:
             raise self._bad(f"isolates node {self.node} from itself; node and peer must differ")
-        if self.rate is not None and not RATE.fullmatch(self.rate):
+        if self.rate is not None and not is_text(self.rate, RATE):
             raise self._bad(f"has rate={self.rate!r}; write it like 20mbit")
 
     @property
@@ -226,6 +230,16 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True):
     applied_s: float
 
 
+def is_integer(value: Any, least: int, most: float = math.inf) -> bool:
+    """Return whether `value` is an integer, for example one of NumPy, from `least` to `most`."""
+    return isinstance(value, Integral) and least <= int(value) <= most
+
+
+def is_text(value: Any, pattern: re.Pattern[str]) -> bool:
+    """Return whether `value` is a text that `pattern` matches as a whole."""
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
 def check_fits(fault: Fault, *, nodes: int, rails: int, ranks_per_node: int = 1) -> None:
     """Raise InvalidArgument if a lab of this size lacks a node, rail or rank of `fault`."""
     limits = {
@@ -255,4 +269,4 @@ def _convert(fields: dict[str, Any], kind: type[Fault], what: str) -> Fault:
         ) from exc
 
 
-__all__ = ["RATE", "Action", "Fault", "Firing", "check_fits"]
+__all__ = ["RATE", "Action", "Fault", "Firing", "check_fits", "is_integer", "is_text"]

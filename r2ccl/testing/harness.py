@@ -15,11 +15,11 @@ from typing import Any, Protocol, TypeVar
 from r2ccl.bootstrap.launch import launch
 from r2ccl.bootstrap.pickling import ByValue
 from r2ccl.clock import monotonic
-from r2ccl.errors import InvalidArgument
 from r2ccl.testing.fault_plan import FaultPlan, fail_at, reporter_from_env
 from r2ccl.testing.faults import Fault
 from r2ccl.testing.faults_reporter import Due, FaultReporter
 from r2ccl.testing.netlab import Lab, RankResult
+from r2ccl.testing.netlab.ranks import check_argv
 from r2ccl.testing.reporting import ReportingTransport
 from r2ccl.transport.base import Transport
 
@@ -201,8 +201,7 @@ def run_in_netlab(
     LabError
         As for `Lab` and `Lab.run`.
     """
-    if isinstance(argv, str):
-        raise InvalidArgument(f"argv={argv!r}: pass a list, [sys.executable, {argv!r}]")
+    check_argv(argv)
     plan = FaultPlan(Fault.parse(each) if isinstance(each, str) else each for each in faults)
     with Lab(**shape) as lab:
         results = lab.run(argv, env=env, plan=plan if plan.faults else None, timeout_s=timeout_s)

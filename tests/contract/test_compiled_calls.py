@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from support import compiled_programs as programs
 from support.jobs import launch
 from support.slow import slow_but
+from support.still import plan
+
+from r2ccl.runtime.compiled import call
 
 LIMITS = (0, 1, 2, 3, 4, 5, 7, 11, 16, 25)
 #: Limit reached with large slices, too: calls have fewer events if sockets take more at once.
@@ -42,6 +46,23 @@ def test_every_collective_is_repeated(kind: str, nranks: int) -> None:
     found = launch(functools.partial(programs.repetitions_of, kind), nranks, timeout_s=60.0)
     assert [nwrong for nwrong, _ in found] == [0] * nranks
     assert sum(nrepeated for _, nrepeated in found) > 0
+
+
+def test_a_plan_in_use_is_not_made_again(monkeypatch):
+    made, given = [], SimpleNamespace(wakeup_number=0)
+
+    def make(*_, **__):
+        made.append(1)
+        return SimpleNamespace(arena_nbytes=0)
+
+    monkeypatch.setattr(call, "is_supported", lambda _: True)
+    monkeypatch.setattr(call, "CompiledProgram", make)
+    calls = call.CompiledCalls(given, given, given, given)
+    plans = [plan(1) for _ in range(200)]
+    for each in plans:
+        calls._program_of(plans[0])
+        calls._program_of(each)
+    assert len(made) == len(plans)
 
 
 def test_bandwidth_is_measured_as_in_python():

@@ -85,6 +85,13 @@ def test_ctrl_c_loses_no_counts_of_a_repeated_exchange() -> None:
     assert launch(program, 2, timeout_s=60.0) == [(50, 50 * 32)] * 2
 
 
+def test_repeated_long_messages_report_what_is_taken() -> None:
+    program = functools.partial(programs.taken_beside_long_ones, 10)
+    (nrepeats, ntaken), _ = launch(program, 2, timeout_s=60.0)
+    assert nrepeats > 0
+    assert ntaken == 10 * 4_000
+
+
 def test_messages_of_more_sizes_than_are_prepared_are_exact() -> None:
     found = launch(functools.partial(programs.many_sizes, 60, 4), 2, timeout_s=60.0)
     assert [nwrong for nwrong, _ in found] == [0, 0]

@@ -22,6 +22,9 @@ from r2ccl.testing.netlab import LabShape, fabric
         ("latency", "10"),
         ("buffer", "20"),
         ("fabric", "ring"),
+        ("nodes", "2"),
+        ("rails", 2.5),
+        ("rate", 5),
     ],
 )
 def test_a_shape_out_of_range_is_refused_with_what_is_allowed(field: str, value: object) -> None:

@@ -5,7 +5,17 @@ import pytest
 from simulation.families import FAMILIES
 from simulation.mistakes import MISTAKES
 
-from r2ccl.testing.simulation import CutPath, FailurePlan, Noise, Violation, Workload, simulate
+from r2ccl.testing.simulation import (
+    CallSpec,
+    CutPath,
+    FailurePlan,
+    Kill,
+    Noise,
+    Violation,
+    Workload,
+    simulate,
+)
+from r2ccl.testing.simulation.checks import Array, Checker
 
 PLAN = FailurePlan((CutPath(300, 0, 1, 0, (0,), keep=1, restore_us=500),), Noise(lose=10, late=30))
 
@@ -81,6 +91,21 @@ def test_a_violation_names_seed_and_plan() -> None:
         simulate(workload, plans[0], seed=11)
     assert "seed=11" in str(caught.value)
     assert "after its memory was released" in str(caught.value)
+
+
+def test_a_late_write_shows_though_the_rank_fails_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    retire = Checker.retire
+
+    def retire_and_write(self: Checker, what: str, *arrays: Array) -> None:
+        retire(self, what, *arrays)
+        if what == "rank 0, call 1":
+            arrays[0][0] = 0
+
+    monkeypatch.setattr(Checker, "retire", retire_and_write)
+    workload = Workload(calls=(CallSpec(30), CallSpec(30)), busy_ms=(500,))
+    kill = FailurePlan((Kill(400, 1),))
+    with pytest.raises(Violation, match="memory of rank 0, call 1 was written"):
+        simulate(workload, kill)
 
 
 def test_without_the_fence_memory_is_corrupted_and_with_it_never() -> None:

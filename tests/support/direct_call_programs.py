@@ -233,6 +233,29 @@ def settled_after_an_interrupt(ncalls: int) -> tuple[int, int]:
         return driver._next_ident, driver._sent[1 - comm.rank]
 
 
+def taken_beside_long_ones(nshort: int) -> tuple[int, int]:
+    """Take short messages of rank 0 between long ones to rank 0, which repeats their receive.
+
+    Return the number of repetitions, and of bytes that rank 1 has taken, as rank 0 knows.
+    """
+    long, short = np.empty(50_000, np.float32), np.empty(1_000, np.float32)
+    with r2ccl.init(shm="0", compiled="1") as comm, counted_repeats(comm) as repeats:
+        driver: Any = comm._engine.messenger.way.driver
+        if comm.rank == 0:
+            for _ in range(nshort):
+                comm.send(short, 1, 4)
+            for _ in range(20):
+                comm.recv(long, 1, 5)
+        else:
+            for number in range(20):
+                if number == 10:
+                    for _ in range(nshort):
+                        comm.recv(short, 0, 4)
+                comm.send(long, 0, 5)
+        comm.barrier()
+        return len(repeats), driver._taken.get(1 - comm.rank, 0)
+
+
 def before_it_is_made(makes_collective: bool) -> int:
     """Send on a communicator that a rank has not made yet; return the number of wrong messages.
 

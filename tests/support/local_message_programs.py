@@ -24,7 +24,7 @@ from r2ccl.runtime.messages.local import LocalMessages
 from r2ccl.runtime.messages.outcome import Delayed
 
 #: Around the largest short message, a piece, half a ring, and several rings.
-COUNTS = (0, 1, 3, 100, 1000, 4095, 8188, 8189, 20_000, 32_761, 200_001)
+COUNTS = (0, 1, 3, 100, 1000, 4095, 8192, 8193, 20_000, 32_761, 200_001)
 
 
 def data(source: int, to: int, number: int, count: int) -> np.ndarray[Any, Any]:

@@ -19,7 +19,7 @@ from r2ccl.types import MOST_UNTAKEN, MOST_UNTAKEN_ON_LINKS
 
 TIMEOUT_S = 60.0
 #: Around the largest short message, of one slice, of several slices.
-COUNTS = (0, 1, 100, 8180, 8188, 8189, 131_072, 131_073, 1_000_003)
+COUNTS = (0, 1, 100, 8180, 8192, 8193, 131_072, 131_073, 1_000_003)
 
 
 def data(rank: int, to: int, tag: int, count: int) -> np.ndarray[Any, Any]:

@@ -114,6 +114,11 @@ class Buffer(msgspec.Struct, frozen=True, eq=False):
         """Address of the first element; undefined if the buffer is empty."""
         return int(self.array.__array_interface__["data"][0])
 
+    @property
+    def data(self) -> memoryview:
+        """Memory of the elements as bytes."""
+        return memoryview(self.array.view(np.uint8))  # type: ignore[arg-type]
+
     def part(self, first: int, count: int) -> Buffer:
         """Implement `Extent.part`."""
         view = self.array[first : first + count]

@@ -361,6 +361,7 @@ class CompiledCalls:
         key = id(plan)
         found = self._programs.get(key)
         if found is not None and found[0] is plan:
+            self._programs.move_to_end(key)
             return found[1]
         program = None
         if plan.layout.peers and is_supported(plan):

@@ -32,12 +32,11 @@ from r2ccl.runtime.compiled.layout import (
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.matching import ANY, Message
-from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, NotRun, Outcome
+from r2ccl.runtime.messages.outcome import NOT_RUN, NOTHING, Delayed, DirectEnd, NotRun, Outcome
 from r2ccl.runtime.messages.prepared import (
     PreparedCall,
     PreparedLong,
     PreparedShort,
-    bytes_of,
     make_pool,
 )
 from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
@@ -47,8 +46,6 @@ from r2ccl.runtime.status import Pending
 from r2ccl.shm.arrays import form_of
 from r2ccl.shm.layout import CHANGED
 from r2ccl.shm.repeat import Role, repeat_of
-
-_NOTHING = np.empty(0, np.uint8)
 
 #: Maximum number of prepared direct calls. More are not direct; after `_NREFUSED` of these, all
 #: prepared calls are dropped, because the program may have changed its sizes.
@@ -66,6 +63,7 @@ class _RepeatedExchange(NamedTuple):
     ----------
     key : tuple of int
         As for `Way.begin`.
+    call : PreparedCall
     to, source : int or None
         Ranks to which the call sends, and from which it receives.
     words : memoryview
@@ -76,6 +74,7 @@ class _RepeatedExchange(NamedTuple):
     """
 
     key: tuple[int, ...]
+    call: PreparedCall
     to: int | None
     source: int | None
     words: memoryview
@@ -222,8 +221,8 @@ class DirectCalls:
         message: Message | None,
     ) -> None:
         """Let one compiled function repeat the held call, if its arrays can be used as they are."""
-        x = _NOTHING if sent is None else sent.buffer.owner
-        out = _NOTHING if received is None else received.buffer.owner
+        x = NOTHING if sent is None else sent.buffer.owner
+        out = NOTHING if received is None else received.buffer.owner
         for array in (x, out):
             if type(array) is not np.ndarray or not array.flags.c_contiguous:
                 return
@@ -268,7 +267,7 @@ class DirectCalls:
             kept=(call, form, array, x.dtype, out.dtype),
         )
         again = partial(self._loop.repeat, self._caller, call.program, run)
-        self._exchange = _RepeatedExchange(key, to, source, words, again)
+        self._exchange = _RepeatedExchange(key, call, to, source, words, again)
 
     def _on_settled(self, op: int) -> None:
         """Give the counts of messages back to the driver: the held call is settled.
@@ -278,6 +277,7 @@ class DirectCalls:
         exchange = self._exchange
         if exchange is not None:
             self._driver.import_counts(exchange.words, exchange.to, exchange.source)
+            exchange.call.note_taken(self._driver, exchange.to, exchange.source)
             self._exchange = None
 
     def _again(
@@ -369,7 +369,7 @@ class DirectCalls:
             return message
         assert isinstance(call, PreparedShort)
         dtype = end.buffer.dtype_code
-        given = call.received, bytes_of(end), dtype, end.peer, end.tag
+        given = call.received, end.buffer.data, dtype, end.peer, end.tag
         return Delayed(None, self._driver.pass_on(*given))
 
     def _post(self, sent: DirectEnd | None, received: DirectEnd | None) -> Delayed:
@@ -378,10 +378,11 @@ class DirectCalls:
         taker: ReceiveRequest | None = None
         request: SendRequest | None = None
         if sent is not None:
-            request = driver.send(bytes_of(sent), sent.buffer.dtype_code, sent.peer, sent.tag)
+            x, to, tag = sent
+            request = driver.send(x.data, x.dtype_code, to, tag)
         if received is not None:
-            dtype, view = received.buffer.dtype_code, bytes_of(received)
-            taker = driver.receive(view, dtype, received.peer, received.tag)
+            out, source, tag = received
+            taker = driver.receive(out.data, out.dtype_code, source, tag)
         return Delayed(request, taker)
 
     def _note_left(self, key: tuple[int, ...]) -> None:

@@ -281,7 +281,7 @@ class MessageDriver(MessageProtocol):
         self, envelope: memoryview, kind: int, dtype: int, to: int, tag: int, nbytes: int
     ) -> None:
         """Write the header of the next message to rank `to`, or of its request, into `envelope`."""
-        took, ident = self._report(self._members[to]), self._next_ident + 1
+        took, ident = self._took.get(self._members[to], 0), self._next_ident + 1
         _HEADER.pack_into(envelope, 0, kind, dtype, self._first_op, tag, ident, nbytes, took)
 
     def is_undivided(self, nbytes: int) -> bool:
@@ -295,7 +295,7 @@ class MessageDriver(MessageProtocol):
 
     def pack_grant(self, envelope: memoryview, to: int, nbytes: int) -> None:
         """Write the grant of an undivided message, without its number, into `envelope`."""
-        took = self._report(self._members[to])
+        took = self._took.get(self._members[to], 0)
         _HEADER.pack_into(envelope, 0, EnvelopeKind.GRANT, 0, self._first_op, 0, 0, nbytes, took)
         _LENGTH.pack_into(envelope, ENVELOPE_NBYTES, nbytes)
 
@@ -319,18 +319,28 @@ class MessageDriver(MessageProtocol):
     def note_long(self, to: int, grant: memoryview) -> None:
         """Count a long message to rank `to`, which compiled code has sent; `grant` is its grant."""
         self._next_ident += 1
-        self._taken[self._members[to]] = _HEADER.unpack_from(grant)[-1]
+        self._report(self._members[to])
+        self.note_taken(to, grant)
 
     def take_long(self, request: memoryview, source: int) -> Message:
-        """Return the message with this request, which compiled code has received."""
-        _, dtype, _, tag, _, nbytes, taken = _HEADER.unpack_from(request)
-        self._taken[self._members[source]] = taken
+        """Return the message with this request, which compiled code has received and granted."""
+        _, dtype, _, tag, _, nbytes, _ = _HEADER.unpack_from(request)
+        self._report(self._members[source])
+        self.note_taken(source, request)
         return Message(source, tag, nbytes // dtype_of(dtype).itemsize)
+
+    def note_taken(self, source: int, envelope: memoryview) -> None:
+        """Note what an envelope of rank `source` reports as taken; a later one may be noted."""
+        _, _, first_op, _, _, _, taken = _HEADER.unpack_from(envelope)
+        if first_op == self._first_op:
+            peer = self._members[source]
+            self._taken[peer] = max(self._taken.get(peer, 0), taken)
 
     def note_short(self, to: int, nbytes: int) -> None:
         """Count a short message to rank `to`, which compiled code has sent."""
         peer = self._members[to]
         self._next_ident += 1
+        self._report(peer)
         self._sent[peer] = self._sent.get(peer, 0) + nbytes
 
     def take_short(

@@ -27,11 +27,12 @@ import numpy.typing as npt
 
 from r2ccl.clock import monotonic
 from r2ccl.errors import ConcurrentCalls, R2cclError
+from r2ccl.kernels.arrays import DATA
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.messages.local_driver import LocalDriver, message_of
 from r2ccl.runtime.messages.matching import Message
-from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, Outcome
+from r2ccl.runtime.messages.outcome import NOT_RUN, NOTHING, Delayed, DirectEnd, Outcome
 from r2ccl.runtime.patience import Caller, Patience, timed_out
 from r2ccl.shm.layout import CHANGED, FINISHED
 from r2ccl.shm.message_layout import CALL_DTYPE, CALL_RECV_DTYPE, CALL_SOURCE, CALL_TO, OPEN
@@ -291,8 +292,8 @@ class LocalMessages:
             if len(self._prepared) >= _NPREPARED:
                 self._prepared.clear()
             self._prepared[key] = made
-        x = _NOTHING if first is None else first.array
-        return self._run(key, made, x, _NOTHING if second is None else second.array)
+        x = NOTHING if first is None else first.array
+        return self._run(key, made, x, NOTHING if second is None else second.array)
 
     def _run(
         self, key: tuple[int, ...], made: tuple[DirectCall, Message | None], x: Any, out: Any
@@ -304,7 +305,7 @@ class LocalMessages:
             try:
                 if not lock.acquire(False) or not self._is_quiet or self._has_ended:
                     return NOT_RUN
-                result = self._direct(call.at, id(x) + _DATA, id(out) + _DATA)
+                result = self._direct(call.at, id(x) + DATA, id(out) + DATA)
                 if result == FINISHED:
                     return message
                 if result == CHANGED:
@@ -403,8 +404,5 @@ def _operand(end: DirectEnd | None, is_plain: bool) -> Operand | None:
 def _bytes(array: npt.NDArray[Any]) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
-
-_DATA = object.__basicsize__
-_NOTHING = np.empty(0, np.uint8)
 
 __all__ = ["LocalEngine", "LocalMessages"]

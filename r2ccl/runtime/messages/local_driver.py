@@ -23,9 +23,6 @@ from r2ccl.types import EnvelopeKind
 if TYPE_CHECKING:
     from r2ccl.shm.rings import DirectCall, Rings
 
-#: A short message has at most `Config.eager_nbytes` bytes less this number, see
-#: `r2ccl.Communicator.send`. Over links, a message of ``eager_nbytes`` bytes is short, too.
-_HEADER_NBYTES = 32
 #: Maximum number of events that one call of `advance` handles.
 _MOST_EVENTS = 1000
 
@@ -57,7 +54,7 @@ class LocalDriver(MessageProtocol):
     members : sequence of int
         Rank in the job of each rank of the communicator.
     eager_nbytes : int
-        Maximum size in bytes of a short message, plus `_HEADER_NBYTES`.
+        Maximum size in bytes of a short message, which must also fit (`Rings.fits`).
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class LocalDriver(MessageProtocol):
     ) -> None:
         super().__init__(rank, members)
         self.rings = rings
-        self._most_short = eager_nbytes - _HEADER_NBYTES
+        self._eager_nbytes = eager_nbytes
         self._queues: dict[int, deque[_Waiting]] = {}
         #: Granted messages whose data has not all moved, by peer, in the order of the grants.
         self._outgoing: dict[int, deque[SendRequest]] = {}
@@ -99,7 +96,7 @@ class LocalDriver(MessageProtocol):
 
     def is_short(self, nbytes: int) -> bool:
         """Return whether a message of `nbytes` is small enough to be sent in its envelope."""
-        return not nbytes or (nbytes <= self._most_short and self.rings.fits(nbytes))
+        return nbytes <= self._eager_nbytes and self.rings.fits(nbytes)
 
     def forget(self) -> None:
         """Drop all messages; no memory of a message is read or written afterwards."""

@@ -8,8 +8,6 @@ from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from r2ccl.errors import ConcurrentCalls, R2cclError, TransportTimeout
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.health.table import Health
@@ -317,8 +315,7 @@ class Messenger:
         driver = self.way.driver
 
         def post() -> SendRequest:
-            view = bytes_of(x)
-            return driver.send(view, x.dtype_code, to, tag, is_synchronous=is_synchronous)
+            return driver.send(x.data, x.dtype_code, to, tag, is_synchronous=is_synchronous)
 
         self.way.connect_to(self._members[to])
         return MessageRequest(self, self._own(post), x.owner)
@@ -328,7 +325,7 @@ class Messenger:
         driver = self.way.driver
 
         def post() -> ReceiveRequest:
-            return driver.receive(bytes_of(out), out.dtype_code, source, tag)
+            return driver.receive(out.data, out.dtype_code, source, tag)
 
         return MessageRequest(self, self._own(post), out.owner)
 
@@ -455,11 +452,6 @@ class Messenger:
         waits = () if peer == ANY else (Wait(peer, what),)
         doing = f"{doing}, {self._told}" if self._told else doing
         return Pending(self._job.rank, doing, self._clock(), self.since_s, {}, waits, ())
-
-
-def bytes_of(x: Buffer) -> memoryview:
-    """Return a view of the memory of a buffer as bytes."""
-    return memoryview(x.array.view(np.uint8))  # type: ignore[arg-type]
 
 
 def _named(what: str, number: int) -> str:

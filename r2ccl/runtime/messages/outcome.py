@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.messages.matching import Message
 from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
@@ -19,6 +21,8 @@ class NotRun:
 
 
 NOT_RUN = NotRun()
+#: Array of a direction that a direct call does not have.
+NOTHING = np.empty(0, np.uint8)
 
 
 class Delayed(NamedTuple):
@@ -43,4 +47,4 @@ class DirectEnd(NamedTuple):
 #: requests continue it; `NOT_RUN`.
 Outcome = Message | Delayed | NotRun | None
 
-__all__ = ["NOT_RUN", "Delayed", "DirectEnd", "NotRun", "Outcome"]
+__all__ = ["NOTHING", "NOT_RUN", "Delayed", "DirectEnd", "NotRun", "Outcome"]

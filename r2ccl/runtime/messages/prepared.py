@@ -40,14 +40,13 @@ from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.executor import HostLanes, LandingPool
 from r2ccl.runtime.messages.driver import GRANT_NBYTES, MessageDriver
 from r2ccl.runtime.messages.matching import ANY, Message
-from r2ccl.runtime.messages.outcome import DirectEnd
+from r2ccl.runtime.messages.outcome import NOTHING, DirectEnd
 from r2ccl.schedule.ir import OpKind, Space
 from r2ccl.types import EnvelopeKind
 
 Bytes = npt.NDArray[np.uint8]
 
 _ANSWER = "r2ccl.runtime.compiled.answer:make_answer"
-_NOTHING = np.empty(0, np.uint8)
 
 
 class PreparedCall(ABC):
@@ -82,6 +81,10 @@ class PreparedCall(ABC):
     @abstractmethod
     def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
         """Return the message that the call has received; None if it is not the expected one."""
+
+    @abstractmethod
+    def note_taken(self, driver: MessageDriver, to: int | None, source: int | None) -> None:
+        """Note what rank `to` and rank `source` reported as taken in repeated exchanges."""
 
     @abstractmethod
     def fill(self, words: memoryview, *, is_sending: bool, is_receiving: bool) -> None:
@@ -133,7 +136,7 @@ class PreparedShort(PreparedCall):
             buffer = sent.buffer
             given = buffer.dtype_code, sent.peer, sent.tag, buffer.nbytes
             driver.pack(self._sent, EnvelopeKind.MESSAGE, *given)
-            self._sent[ENVELOPE_NBYTES:] = bytes_of(sent)
+            self._sent[ENVELOPE_NBYTES:] = buffer.data
 
     def note_sent(self, driver: MessageDriver, sent: DirectEnd) -> None:
         """Implement `PreparedCall.note_sent`."""
@@ -142,8 +145,11 @@ class PreparedShort(PreparedCall):
     def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
         """Implement `PreparedCall.take`; copy the data, too."""
         dtype = received.buffer.dtype_code
-        given = self.received, bytes_of(received), dtype, received.peer, received.tag
+        given = self.received, received.buffer.data, dtype, received.peer, received.tag
         return driver.take_short(*given)
+
+    def note_taken(self, driver: MessageDriver, to: int | None, source: int | None) -> None:
+        """Do nothing: compiled code keeps these counts, see `MessageDriver.import_counts`."""
 
     def fill(self, words: memoryview, *, is_sending: bool, is_receiving: bool) -> None:
         """Implement `PreparedCall.fill`."""
@@ -223,7 +229,7 @@ class PreparedLong(PreparedCall):
     def lanes(self, sent: DirectEnd | None, received: DirectEnd | None) -> HostLanes:
         """Implement `PreparedCall.lanes`: the data is in the arrays of the caller."""
         source, output = (
-            _NOTHING if end is None else end.buffer.array.view(np.uint8) for end in (sent, received)
+            NOTHING if end is None else end.buffer.array.view(np.uint8) for end in (sent, received)
         )
         return HostLanes(self._pool, source, output, self._scratch)
 
@@ -251,6 +257,13 @@ class PreparedLong(PreparedCall):
         """Implement `PreparedCall.take`; never None: compiled code has refused other requests."""
         return driver.take_long(self._part(_REQUESTED), received.peer)
 
+    def note_taken(self, driver: MessageDriver, to: int | None, source: int | None) -> None:
+        """Implement `PreparedCall.note_taken`."""
+        if to is not None:
+            driver.note_taken(to, self._part(_GRANTED))
+        if source is not None:
+            driver.note_taken(source, self._part(_REQUESTED))
+
     def fill(self, words: memoryview, *, is_sending: bool, is_receiving: bool) -> None:
         """Implement `PreparedCall.fill`."""
         words[IS_LONG] = 1
@@ -265,11 +278,6 @@ class PreparedLong(PreparedCall):
 
     def _words(self, place: tuple[int, int]) -> npt.NDArray[np.int64]:
         return self._scratch[place[0] : place[1]].view(np.int64)
-
-
-def bytes_of(end: DirectEnd) -> memoryview:
-    """Return the bytes of the array of a direct call."""
-    return _view_of(end.buffer.array.view(np.uint8))
 
 
 def make_pool() -> LandingPool:
@@ -331,4 +339,4 @@ _REQUEST, _GRANTED, _EXPECTED_GRANT, _CHECKED, _REQUESTED, _EXPECTED, _GRANT = _
 )
 _SCRATCH_NBYTES = _GRANT[1]
 
-__all__ = ["PreparedCall", "PreparedLong", "PreparedShort", "bytes_of", "make_pool"]
+__all__ = ["PreparedCall", "PreparedLong", "PreparedShort", "make_pool"]

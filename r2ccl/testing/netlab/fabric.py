@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import msgspec
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.testing.faults import RATE
+from r2ccl.testing.faults import RATE, is_integer, is_text
 
 FABRICS = ("full", "rail")
 
@@ -91,7 +91,7 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
             "ranks_per_node": (1, 1024),
         }
         for name, (low, high) in ranges.items():
-            if not low <= getattr(self, name) <= high:
+            if not is_integer(getattr(self, name), low, high):
                 raise _bad(name, getattr(self, name), f"{low} to {high}")
         if self.fabric not in FABRICS:
             raise _bad("fabric", self.fabric, " or ".join(FABRICS))
@@ -101,7 +101,7 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
             ("latency", _TIME, "5ms"),
             ("buffer", _TIME, "20ms"),
         ):
-            if not pattern.fullmatch(getattr(self, name)):
+            if not is_text(getattr(self, name), pattern):
                 raise _bad(name, getattr(self, name), f"tc's syntax, such as {example}")
 
     @property

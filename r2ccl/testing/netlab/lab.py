@@ -27,7 +27,14 @@ from r2ccl.testing.netlab.namespaces import (
     write_sysctls,
 )
 from r2ccl.testing.netlab.nicfaults import NicFaults
-from r2ccl.testing.netlab.ranks import LabJob, RankProcess, RankResult, rank_environment, spawn
+from r2ccl.testing.netlab.ranks import (
+    LabJob,
+    RankProcess,
+    RankResult,
+    check_argv,
+    rank_environment,
+    spawn,
+)
 
 _T = TypeVar("_T")
 
@@ -195,8 +202,8 @@ class Lab:
         Raises
         ------
         InvalidArgument
-            If the plan does not fit the lab, if some of its faults have fired before, or if a job
-            is running.
+            If `argv` is a text, the plan does not fit the lab, some of its faults have fired
+            before, or a job is running.
         LabError
             If a fault could not be applied or undone, a rank could not be ended, or the thread that
             applies the faults does not answer in time. The results of the ranks are then lost.
@@ -298,6 +305,7 @@ class Lab:
     ) -> LabJob:
         if self._job is not None:
             raise InvalidArgument("a job is running in this lab; close it first")
+        check_argv(argv)
         with contextlib.ExitStack() as on_failure:
             run = self._prepare(plan) if plan is not None else None
             job = self._job = LabJob(lambda: self._forget(run))
@@ -320,10 +328,7 @@ class Lab:
     def _prepare(self, plan: FaultPlan) -> PlanRun:
         shape = self.shape
         plan.check(nodes=shape.nodes, rails=shape.rails, ranks_per_node=shape.ranks_per_node)
-        if plan.fired:
-            raise InvalidArgument(
-                "this fault plan was already used; make a fresh one: FaultPlan(plan.faults)"
-            )
+        plan.check_unused()
         return PlanRun(plan, self._set.directory, shape.ranks_per_node, self.apply)
 
     def _forget(self, run: PlanRun | None) -> None:

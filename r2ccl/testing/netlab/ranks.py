@@ -20,6 +20,7 @@ from typing import Self
 
 import msgspec
 
+from r2ccl.errors import InvalidArgument
 from r2ccl.testing.netlab.fabric import LabShape, nic_name
 from r2ccl.testing.netlab.namespaces import LabError
 from r2ccl.testing.programs import find_program
@@ -273,6 +274,12 @@ class _LineReader:
         return self._all.getvalue().decode(errors="replace")
 
 
+def check_argv(argv: Sequence[str]) -> None:
+    """Raise InvalidArgument if `argv` is a text instead of a list."""
+    if isinstance(argv, str):
+        raise InvalidArgument(f"argv={argv!r}: pass a list, [sys.executable, {argv!r}]")
+
+
 def spawn(
     namespace: str, argv: Sequence[str], env: Mapping[str, str], *, is_interactive: bool
 ) -> subprocess.Popen[bytes]:
@@ -351,6 +358,7 @@ __all__ = [
     "LabJob",
     "RankProcess",
     "RankResult",
+    "check_argv",
     "rank_environment",
     "spawn",
 ]

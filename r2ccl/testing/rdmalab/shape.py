@@ -22,6 +22,7 @@ from typing import Self
 import msgspec
 
 from r2ccl.errors import InvalidArgument, R2cclError
+from r2ccl.testing.faults import is_integer
 
 #: Environment variables of a program in the lab. `MARK` is 1 in a lab and not set elsewhere; the
 #: next two have the fields of the `MachineShape`; `REPORT` is the directory for results.
@@ -72,8 +73,8 @@ class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, most in (("nodes", MAX_NODES), ("nics", MAX_NICS)):
             value = getattr(self, name)
-            if not 1 <= value <= most:
-                raise InvalidArgument(f"a lab cannot have {name}={value}; allowed is 1 to {most}")
+            if not is_integer(value, 1, most):
+                raise InvalidArgument(f"a lab cannot have {name}={value!r}; allowed is 1 to {most}")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self | None:

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from r2ccl.errors import InvalidArgument
+from r2ccl.testing.faults import is_integer, is_text
 from r2ccl.testing.rdmalab.packages import find_kernel, unavailable_reason, virtme
 from r2ccl.testing.rdmalab.shape import REPORT, MachineShape, RdmaLabError
 
@@ -76,9 +77,9 @@ class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
     is_kvm: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.cpus <= 255:
-            raise InvalidArgument(f"a machine cannot have cpus={self.cpus}; allowed is 1 to 255")
-        if not _MEMORY.fullmatch(self.memory):
+        if not is_integer(self.cpus, 1, 255):
+            raise InvalidArgument(f"a machine cannot have cpus={self.cpus!r}; allowed is 1 to 255")
+        if not is_text(self.memory, _MEMORY):
             raise InvalidArgument(f"a machine cannot have memory={self.memory!r}; write 4G or 512M")
 
 

@@ -424,6 +424,7 @@ class SimRank:
         `what` names the call in the message of a `Violation`.
         """
         self._checker.retire(what, *self._arrays)
+        self._arrays = ()  # not again after an error, which would hide earlier writes
 
     def _return(self) -> None:
         self.progress.finish(self.calls)

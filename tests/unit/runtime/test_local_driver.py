@@ -21,12 +21,15 @@ _NOTHING = np.empty(0, np.uint8)
 _NFRAMES = ring_nbytes(2) // (FRAME_NBYTES + 120 * 8)
 
 
+_EAGER_NBYTES = 1 << 16
+
+
 @contextmanager
-def _drivers(nranks=2, eager_nbytes=1 << 16):
+def _drivers(nranks=2):
     with joined(nranks) as ranks:
         members = range(10, 10 + nranks)
         yield [
-            LocalDriver(rings, rank=rank, members=members, eager_nbytes=eager_nbytes)
+            LocalDriver(rings, rank=rank, members=members, eager_nbytes=_EAGER_NBYTES)
             for rank, rings in enumerate(ranks)
         ]
 
@@ -55,6 +58,14 @@ def test_messages_keep_their_order_beyond_the_ring():
         assert sender.is_quiet
         assert receiver.is_quiet
         assert sender.nmoving == receiver.nmoving == 0
+
+
+def test_a_message_of_eager_nbytes_is_short():
+    """As over links."""
+    with _drivers() as (sender, receiver):
+        sent = [sender.send(memoryview(bytes(_EAGER_NBYTES + more)), 0, 1, 0) for more in (0, 1)]
+        _advance(sender, receiver)
+        assert [each.is_done for each in sent] == [True, False]
 
 
 def test_a_synchronous_send_is_done_once_it_is_received():

@@ -15,8 +15,8 @@ from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import first_channel, message_context
 from r2ccl.failover.migration.path import PathState
 from r2ccl.runtime.arrays.buffers import Buffer
-from r2ccl.runtime.messages.driver import MessageDriver
-from r2ccl.types import PathKey
+from r2ccl.runtime.messages.driver import GRANT_NBYTES, MessageDriver
+from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN_ON_LINKS, PathKey
 
 _ENVELOPE = struct.Struct("<BBxxIqQQQ")
 _MESSAGE, _REQUEST, _GRANT = 1, 2, 3
@@ -122,6 +122,36 @@ def test_only_wait_raises_the_error_of_a_message(in_step: bool) -> None:
     assert request.is_done()
     with pytest.raises(TransportTimeout, match="the first error"):
         request.wait()
+
+
+def test_a_call_that_does_not_run_reports_nothing_as_taken() -> None:
+    engine, _ = make_engine(eager_nbytes=1 << 16)
+    driver, links = engine.messenger.way.driver, engine._links
+    link = links.receiver(1, first_channel(message_context(0)))
+    envelope = memoryview(bytearray(GRANT_NBYTES))
+    for seq in range(MOST_UNREPORTED >> 16):
+        driver.pack_grant(envelope, 1, 1 << 20)
+        driver.pack(envelope, _REQUEST, 0, 1, 7, 1 << 20)
+        link.arrived(seq, _ENVELOPE.pack(_MESSAGE, 0, 1, 7, seq, 1 << 16, 0) + bytes(1 << 16))
+        links.deliver(link)
+        driver.receive(memoryview(bytearray(1 << 16)), 0, 1, 7)
+    assert _ENVELOPE.unpack_from(envelope)[-1] == MOST_UNREPORTED - (1 << 16)
+    sender = links.sender(1, first_channel(message_context(0)))
+    (report,) = sender.outstanding
+    assert _ENVELOPE.unpack_from(report.view)[-1] == MOST_UNREPORTED
+
+
+def test_an_older_envelope_does_not_lower_the_count_of_taken() -> None:
+    """Compiled code receives the request of the peer before its grant."""
+    engine, _ = make_engine(eager_nbytes=1 << 16)
+    driver = engine.messenger.way.driver
+    assert driver.send(memoryview(bytes(1 << 16)), 0, 1, 7).is_done
+    driver.note_long(1, memoryview(_ENVELOPE.pack(_GRANT, 0, 1, 0, 1, 1 << 20, 1 << 16)))
+    driver.take_long(memoryview(_ENVELOPE.pack(_REQUEST, 0, 1, 7, 1, 1 << 20, 0)), 1)
+    for _ in range(MOST_UNTAKEN_ON_LINKS >> 16):
+        driver.note_short(1, 1 << 16)
+        assert driver.has_room(1, 0)
+    assert not driver.has_room(1, 1)
 
 
 def test_compiled_code_receives_nothing_while_a_message_is_ahead() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from r2ccl.errors import InvalidArgument, TransportTimeout
@@ -39,7 +40,7 @@ def test_an_action_may_be_spelt_in_python() -> None:
         ("melt:node=1", "melt.*actions: nic_down"),
         ("nic_down:node=1", "needs rail"),
         ("kill:rank=1,rail=0", "does not take rail"),
-        ("nic_down:node=1,rail=-1", "rail=-1; it must be 0 or more"),
+        ("nic_down:node=1,rail=-1", "rail=-1; it must be an integer, 0 or more"),
         ("nic_down:node=1,rail=2,at_s=nan", "at_s=nan; it must be 0 or more"),
         ("nic_down:node=1,rail=2,at_s=inf", "at_s=inf; it must be 0 or more and less than 1e6"),
         ("nic_down:node=1,rail=2,at_s=1,at_op=1", "give only one"),
@@ -57,6 +58,31 @@ def test_an_action_may_be_spelt_in_python() -> None:
 def test_malformed_faults_are_refused_with_the_reason(text: str, why: str) -> None:
     with pytest.raises(InvalidArgument, match=why):
         Fault.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("node", "1", "an integer, 0 or more"),
+        ("node", 1.5, "an integer, 0 or more"),
+        ("at_s", "1", "0 or more and less than 1e6 seconds"),
+        ("duration_s", "1", "more than 0 and less than 1e6 seconds"),
+        ("rate", 20, "write it like 20mbit"),
+    ],
+)
+def test_fields_of_a_wrong_type_are_refused(field: str, value: object, allowed: str) -> None:
+    fields: dict[str, Any] = {"node": 0, "rail": 0, "rate": "20mbit", field: value}
+    with pytest.raises(InvalidArgument, match=f"has {field}={value!r}; (it must be )?{allowed}"):
+        Fault(action=Action.SLOW, **fields)
+
+
+def test_numbers_of_numpy_are_fields() -> None:
+    assert nic_down(node=np.int64(1), at_s=np.float32(1)).node == 1
+
+
+def test_a_plan_consists_of_faults() -> None:
+    with pytest.raises(InvalidArgument, match=r"fault plan: 3 is no Fault; Fault\.parse"):
+        FaultPlan([3])  # type: ignore[list-item]
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
@@ -277,6 +303,19 @@ def test_a_cut_path_is_not_open_and_fails_once() -> None:
 def test_a_rank_without_a_lab_refuses_faults_at_a_time() -> None:
     with pytest.raises(InvalidArgument, match="only faults with at_op"):
         wrapped(FaultPlan([nic_down(at_s=1.0)]))
+
+
+def test_a_rank_without_a_lab_undoes_no_fault() -> None:
+    with pytest.raises(InvalidArgument, match="without a lab no fault is undone after duration_s"):
+        wrapped(FaultPlan([nic_down(node=0, rail=0, at_op=0, duration_s=1.0)]))
+
+
+def test_a_plan_serves_one_run() -> None:
+    plan = fail_at(rank=0, rail=0, op=0)
+    transport, _ = wrapped(plan)
+    send(transport, 1)
+    with pytest.raises(InvalidArgument, match="was already used"):
+        wrapped(plan)
 
 
 def test_a_rank_without_a_lab_cuts_no_other_node() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.harness import FaultInjection, run_in_netlab
+from r2ccl.testing.netlab import Lab
 
 pytest_plugins = ["pytester"]
 
@@ -95,6 +96,13 @@ def test_a_netlab_is_skipped_where_there_can_be_none(
 def test_a_program_given_as_text_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="pass a list"):
         run_in_netlab("train.py")
+
+
+def test_a_lab_runs_no_program_given_as_text() -> None:
+    lab = Lab.__new__(Lab)
+    lab._job = None
+    with pytest.raises(InvalidArgument, match="pass a list"):
+        lab.start("train.py")
 
 
 def test_each_run_has_the_failures_added_since_the_last(tmp_path: Path) -> None:

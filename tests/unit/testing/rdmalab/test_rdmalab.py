@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,11 @@ def test_a_lab_describes_itself_to_the_programs_in_it() -> None:
     assert MachineShape.from_environment({}) is None
 
 
-@pytest.mark.parametrize("wrong", [{"nodes": 0}, {"nics": 0}, {"nodes": 99}, {"nics": 99}])
-def test_sizes_out_of_range_are_refused(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [{"nodes": 0}, {"nics": 0}, {"nodes": 99}, {"nics": 99}, {"nodes": "2"}, {"nics": 2.5}],
+)
+def test_sizes_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="allowed is 1 to"):
         MachineShape(**wrong)
 
@@ -188,7 +192,7 @@ def test_another_processor_is_refused_before_any_installation(
 # The machine's life, with a shell in the place of the virtual machine
 
 
-@pytest.mark.parametrize("wrong", [{"cpus": 0}, {"memory": "4"}, {"memory": "much"}])
+@pytest.mark.parametrize("wrong", [{"cpus": 0}, {"cpus": "2"}, {"memory": "4"}, {"memory": 4}])
 def test_a_machine_of_no_size_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         VirtualMachine(**wrong)  # type: ignore[arg-type]
