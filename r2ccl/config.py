@@ -55,7 +55,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     mode: str = "auto"
     #: Maximum slice size of an op whose slices are eager: sent as copies, without clear-to-send.
     eager_nbytes: int = 64 << 10
-    #: Maximum number of unconfirmed eager slices of a link.
+    #: Maximum number of unconfirmed eager slices of a link; four times as many if a call of the
+    #: compiled loop copies so little that they need at most 256 KiB.
     eager_slots: int = 16
     #: Maximum size of the slices that ops are cut into: the units of pipelining, confirmation and
     #: replay.

@@ -34,6 +34,11 @@ def test_calls_in_shared_memory_after_a_held_one_are_counted(nlocal: int) -> Non
         assert [passed_on for _, passed_on in found] == [said for said, _ in found]
 
 
+def test_senders_of_small_slices_may_be_sixty_calls_ahead() -> None:
+    """Otherwise rank 1 would wait for the root, which waits for a message of rank 1."""
+    assert launch(functools.partial(programs.calls_ahead, 60), 2, timeout_s=60.0) == [True, True]
+
+
 def test_slices_that_arrive_before_their_call_are_counted_once() -> None:
     (sent, _), (_, received) = launch(programs.counts_of_early_slices, 2, timeout_s=60.0)
     assert sent == received > 0

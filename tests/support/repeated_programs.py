@@ -108,6 +108,25 @@ def held_until_close(nlocal: int) -> list[tuple[int, int]]:
     return found
 
 
+def calls_ahead(ncalls: int) -> bool:
+    """Repeat `ncalls` small reductions before the root, rank 0, calls; return if all are exact."""
+    with r2ccl.init(shm="0", compiled="1", timeout_s=10.0) as comm:
+        x, out, told = np.arange(50), np.zeros(50, np.int64), np.zeros(1)
+
+        def reduce() -> bool:
+            comm.reduce(x, out if comm.rank == 0 else None, root=0)
+            return bool(comm.rank or (out == comm.nranks * x).all())
+
+        is_exact = all(reduce() for _ in range(5))
+        comm.barrier()
+        if comm.rank == 0:
+            comm.recv(told, 1)
+        is_exact = all(reduce() for _ in range(ncalls)) and is_exact
+        if comm.rank == 1:
+            comm.send(told, 0)
+        return is_exact
+
+
 def counts_of_early_slices() -> tuple[int, int]:
     """Repeat broadcasts for which rank 1 is late; return slices sent and received by this rank."""
     with r2ccl.init(shm="0", compiled="1") as comm:
@@ -116,12 +135,14 @@ def counts_of_early_slices() -> tuple[int, int]:
         def counts() -> tuple[int, int]:
             rails = comm.health().rails
             paths = [path for rail in rails for path in rail.paths]
-            return sum(p.nslices_sent for p in paths), sum(p.nslices_received for p in paths)
+            found = sum(p.nslices_sent for p in paths), sum(p.nslices_received for p in paths)
+            # Rank 0 sends nothing before rank 1 has counted.
+            comm.send(x, 0) if comm.rank else comm.recv(np.empty_like(x), 1)
+            return found
 
         comm.barrier()
         time.sleep(_LATE_S)
         sent, received = counts()
-        comm.barrier()  # so that no rank sends before the other has counted
         for _ in range(3):
             if comm.rank:
                 time.sleep(2 * _LATE_S)  # slices arrive before their calls
@@ -130,7 +151,6 @@ def counts_of_early_slices() -> tuple[int, int]:
         comm.barrier()
         time.sleep(_LATE_S)
         now = counts()
-        comm.barrier()
         return now[0] - sent, now[1] - received
 
 

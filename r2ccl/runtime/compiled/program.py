@@ -38,6 +38,10 @@ _SPARE_ROWS = 64
 #: Maximum size in bytes of the memory for calls that are repeated. A larger call takes so long that
 #: nothing is gained.
 _MOST_SLOTS_NBYTES = 4 << 20
+#: The senders of small slices may run further ahead of their receivers than `Config.eager_slots`
+#: allows: up to this factor, while the copies of the calls take up to this size in bytes.
+_MOST_AHEAD = 4
+_AHEAD_NBYTES = 256 << 10
 
 
 class Pair:
@@ -199,7 +203,8 @@ class CompiledProgram:
         state[at.CONTEXT] = context_of(self.pairs[0].key[1]) if self.pairs else 0
         state[at.REMAINING] = sum(lane.nslices for lane in plan.layout.lanes)
         state[at.KERNEL], state[at.ITEMSIZE] = kernel, plan.layout.itemsize
-        state[at.SLOTS], state[at.CONFIRM_AFTER] = config.eager_slots, config.confirm_after
+        window = self._window(config)
+        state[at.SLOTS], state[at.CONFIRM_AFTER] = window, config.confirm_after
         state[at.IS_RESILIENT] = config.is_resilient
         state[at.SPIN_NS] = int(config.spin_s * 1e9)
         state[at.SLEEP_NS], state[at.BUSY_NS] = _SLEEP_NS, _BUSY_NS
@@ -212,7 +217,7 @@ class CompiledProgram:
         scratch_nbytes = 0
         if self.layout.uses_scratch and not is_message:
             scratch_nbytes = self.layout.count * self.layout.itemsize
-        self.nslots = 1 if state[at.IS_MEASURED] else self._count_slots(config, scratch_nbytes)
+        self.nslots = 1 if state[at.IS_MEASURED] else self._count_slots(window, scratch_nbytes)
         state[at.NSLOTS], state[at.SLOT_NBYTES] = self.nslots, self.arena_nbytes
         state[at.LIMIT] = 1 << 60
         state[at.POLLS] = self.polls.ctypes.data
@@ -338,16 +343,21 @@ class CompiledProgram:
             words[at.ARRIVED],
         ) = places
 
-    def _count_slots(self, config: Config, scratch_nbytes: int) -> int:
+    def _window(self, config: Config) -> int:
+        """Return how many eager slices of a link may be unconfirmed."""
+        nsmall = _AHEAD_NBYTES // max(1, self.arena_nbytes)
+        return max(config.eager_slots, min(_MOST_AHEAD * config.eager_slots, nsmall))
+
+    def _count_slots(self, window: int, scratch_nbytes: int) -> int:
         """Return how many successive calls need slots, because their slices may be unconfirmed.
 
         Two suffice if every peer that receives slices also sends some, which confirm those that it
         has consumed. Otherwise a peer confirms only after some slices. 1: the call cannot be
-        repeated.
-        `scratch_nbytes` is the size of the scratch memory of a held call.
+        repeated. `window` is the number of eager slices of a link that may be unconfirmed, and
+        `scratch_nbytes` the size of the scratch memory of a held call.
         """
         is_answered = all(pair.receives for pair in self.pairs if pair.sends)
-        nslots = 2 if is_answered else config.eager_slots + 1
+        nslots = 2 if is_answered else window + 1
         is_large = nslots * self.arena_nbytes + scratch_nbytes > _MOST_SLOTS_NBYTES
         return 1 if is_large else nslots
 

@@ -139,10 +139,17 @@ class Replay:
         The functions `begin` post the slices and receives that the call posts at first.
         """
         program, links = self._program, self._links
-        self._progress.replay(begin, self._events(calls), self._recorder)
-        for number, pair in enumerate(program.pairs):
+        ends = [(links.sender(*pair.key), links.receiver(*pair.key)) for pair in program.pairs]
+        slots = [sender.slots for sender, _ in ends]
+        for sender, _ in ends:  # compiled code may have posted more slices than Python would
+            sender.slots = program.view[at.SLOTS]
+        try:
+            self._progress.replay(begin, self._events(calls), self._recorder)
+        finally:
+            for (sender, _), usual in zip(ends, slots, strict=True):
+                sender.slots = usual
+        for number, (sender, receiver) in enumerate(ends):
             row = program.pair(number)
-            sender, receiver = links.sender(*pair.key), links.receiver(*pair.key)
             for item in sender.outstanding:
                 ordinal = item.seq - int(row[at.FIRST_SENT])
                 if item.is_eager and 0 <= ordinal < row[at.POSTED]:
