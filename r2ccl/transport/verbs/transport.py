@@ -127,7 +127,10 @@ class VerbsTransport:
         self._aside: list[list[list[Completion]]] = [[] for _ in devices]
         self._draining: list[VerbsEndpoint] = []
         self._dirty: list[VerbsEndpoint] = []
+        #: Ends with messages whose memory the events of the last poll borrowed; and ends opened
+        #: since, whose held events the next poll reports.
         self._lending: list[VerbsEndpoint] = []
+        self._opened: list[VerbsEndpoint] = []
         self._events: list[Event] = []
         self._epoll = select.epoll()
         self._wakeup = Wakeup()
@@ -185,10 +188,13 @@ class VerbsTransport:
     def open(self, path: PathKey, endpoint: VerbsEndpoint) -> None:
         """Begin to use `endpoint`, which has joined, as `path`.
 
-        The next `poll` reports the slices and messages that arrived on it before this call.
+        The next `poll` reports the slices and messages that arrived on it before this call, and
+        its failure, if it has failed since it joined.
         """
-        endpoint.state = EndpointState.LIVE
+        if endpoint.state is EndpointState.JOINING:
+            endpoint.state = EndpointState.LIVE
         self._by_path[path] = endpoint
+        self._opened.append(endpoint)
         held, endpoint.held = endpoint.held, []
         self._events += held
 
@@ -249,7 +255,7 @@ class VerbsTransport:
         """
         # First, so that nothing is posted to a destroyed queue pair.
         self._by_path.clear()
-        for ends in (self._dirty, self._lending, self._draining):
+        for ends in (self._dirty, self._lending, self._opened, self._draining):
             ends.clear()
         with ExitStack() as steps:  # callbacks run last to first
             steps.callback(self._close_descriptors)
@@ -369,7 +375,11 @@ class VerbsTransport:
             reach.buffer[: len(item.view)] = np.frombuffer(item.view, np.uint8)
         number, target, rkey = item.token
         source = (reach.address, len(item.view), reach.lkey)
-        count = end.qp.write_slice(source, (target, rkey), number)
+        try:
+            count = end.qp.write_slice(source, (target, rkey), number)
+        except TransportError:
+            self._staging.release(reach)
+            raise
         end.writing[count] = (item.frame, reach)
 
     @staticmethod
@@ -447,7 +457,7 @@ class VerbsTransport:
 
     def _return_lent(self) -> None:
         """Count as consumed the messages whose memory the events of the last poll borrowed."""
-        lending, self._lending = self._lending, []
+        lending, self._lending, self._opened = self._lending, self._opened, []
         for end in lending:
             end.consume_lent()
             if end.is_credit_due:
@@ -565,7 +575,8 @@ class VerbsTransport:
         end.qp.credit(credit % COUNT_MODULUS)
         if end.small:
             self._mark(end)
-        if end.lend(size):
+        # The events of an end that is not open are held, and with them the borrowed memory.
+        if end.lend(size) and end.state is not EndpointState.JOINING:
             self._lending.append(end)
         if kind == EAGER:
             start = offset + HEADER_NBYTES
@@ -583,12 +594,7 @@ class VerbsTransport:
                 if end.markers == 2:
                     self._drained(end)
             return
-        detail = describe_status(status, vendor_err)
-        if end.state is EndpointState.JOINING:
-            self._events.append(Joined(end.path, end, detail))
-            end.state = EndpointState.FAILED
-        else:
-            self._fail(end, status_name(status), detail)
+        self._fail(end, status_name(status), describe_status(status, vendor_err))
 
     def _on_async(self, rail: int) -> None:
         for number in self._devices[rail].port_events():
@@ -604,9 +610,15 @@ class VerbsTransport:
                 self._events.append(RailChanged(self._first_rail + rail, is_up))
 
     def _fail(self, end: VerbsEndpoint, status: str, detail: str) -> None:
+        """Report the failure of an end that is open, or that joins; do nothing after the first."""
         if end.state is EndpointState.LIVE:
-            end.state = EndpointState.FAILED
             self._events.append(Failed(end.path, status, detail))
+        elif end.state is EndpointState.JOINING:
+            self._events.append(Joined(end.path, end, detail))
+            end.held.append(Failed(end.path, status, detail))  # if it is opened all the same
+        else:
+            return
+        end.state = EndpointState.FAILED
 
     def _reap(self) -> None:
         """Destroy the fenced queue pairs that were not flushed in time, or could not be flushed."""

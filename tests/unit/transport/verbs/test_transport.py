@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from r2ccl.errors import TransportError
@@ -19,7 +20,16 @@ from r2ccl.testing.fakepyverbs import (
     FakeRegion,
     installed,
 )
-from r2ccl.transport.base import Arrived, Cleared, Confirmed, Fenced, Frame, Joined, RailChanged
+from r2ccl.transport.base import (
+    Arrived,
+    Cleared,
+    Confirmed,
+    Failed,
+    Fenced,
+    Frame,
+    Joined,
+    RailChanged,
+)
 from r2ccl.transport.verbs.registration import RegistrationCache
 from r2ccl.types import PathKey, ProbeKey
 
@@ -49,12 +59,16 @@ class Pair:
         )
 
     def connect(self, path: PathKey = PATH) -> None:
+        self.far.open(PathKey(0, path.rail), self.join(path))
+
+    def join(self, path: PathKey = PATH) -> Any:
+        """Open the near end of `path` only; return the far end."""
         low, high = self.near.offer(path), self.far.offer(PathKey(0, path.rail))
         high.join(low.info, is_caller=False)
         low.join(high.info, is_caller=True)
         assert self.near.poll(0.0) == [Joined(path, low)]
         self.near.open(path, low)
-        self.far.open(PathKey(0, path.rail), high)
+        return high
 
     def fail(self, *_: Any) -> Any:
         raise self.error
@@ -188,6 +202,78 @@ def test_a_broken_nic_fails_its_rail_whatever_its_ports(
             monkeypatch.setattr(device.context, "query_port", pair.fail)
         device.context.raise_event(DEVICE_FATAL if call == "is_active" else PORT_ERR)
         assert pair.near.poll(0.0) == [RailChanged(0, is_up=False)]
+
+
+def test_data_held_until_the_open_is_not_overwritten(pair: Pair) -> None:
+    """The peer must not reuse the ring before the events that borrow it have been reported."""
+    end, path = pair.join(), PathKey(0, 0)
+    for seq in range(20):
+        pair.near.isend(PATH, Frame(0, seq, 0, 1, 0), memoryview(bytes([seq]) * 8), None)
+    for _ in range(2):
+        pair.near.flush()
+        pair.far.poll(0.0)
+    pair.far.open(path, end)
+    found: list[tuple[int, int]] = []
+    for _ in range(4):
+        pair.far.confirm(path, 5, 1)  # a message, which carries a credit
+        pair.far.flush()
+        pair.near.poll(0.0)
+        pair.near.flush()
+        for event in pair.far.poll(0.0):
+            assert isinstance(event, Arrived)
+            assert event.payload is not None
+            found.append((event.frame.seq, event.payload[0]))
+    assert found == [(seq, seq) for seq in range(20)]
+
+
+def test_a_peer_with_a_full_ring_goes_on_after_the_open(pair: Pair) -> None:
+    end = pair.join()
+    for channel in range(20):
+        pair.near.confirm(PATH, channel, 1)
+    pair.near.flush()
+    for _ in range(2):
+        pair.far.poll(0.0)
+        pair.far.flush()
+    pair.far.open(PathKey(0, 0), end)
+    narrived = 0
+    for _ in range(4):
+        narrived += len(pair.far.poll(0.0))
+        pair.far.flush()
+        pair.near.poll(0.0)
+        pair.near.flush()
+    assert narrived == 20
+
+
+def test_an_end_that_fails_before_the_open_is_told(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, path = pair.join(), PathKey(0, 0)
+    pair.near.confirm(PATH, 0, 1)
+    pair.near.flush()
+    with monkeypatch.context() as refused:
+        refused.setattr(FakeQueuePair, "post_recv", pair.fail)
+        (event,) = pair.far.poll(0.0)
+    assert isinstance(event, Joined)
+    assert "refused to post a receive request" in event.error
+    pair.far.open(path, end)
+    assert any(isinstance(event, Failed) for event in pair.far.poll(0.0))
+    assert not pair.far.is_open(path)
+
+
+def test_a_refused_write_keeps_no_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.connect()
+    data = np.zeros(8, np.uint8)
+    registration = pair.near.register(data)
+    pair.far.irecv(PathKey(0, 0), Frame(0, 0, 0, 1, 0), memoryview(bytearray(8)))
+    pair.far.flush()
+    (cleared,) = pair.near.poll(0.0)
+    assert isinstance(cleared, Cleared)
+    pair.near.isend(PATH, Frame(0, 0, 0, 1, 0), data.data, cleared.token)
+    with monkeypatch.context() as refused:
+        refused.setattr(FakeQueuePair, "post_send", pair.fail)
+        pair.near.flush()
+    registration.close()
+    assert registration.is_idle, "it can be evicted"
 
 
 class Unreadable:
