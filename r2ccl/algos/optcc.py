@@ -9,10 +9,10 @@ into k segments, and each segment into m = n - 1 sections. Each segment takes fo
 - S4: the healthy ranks allgather the sums.
 
 Every other segment takes the stages in the order S3 S1 S4 S2: the straggler sends its data to the
-positions where the sections start, and later the owners send the sums to the straggler. The
-straggler can thus send one segment while it receives another and the healthy ranks work on a third.
-On the links of the ring, the reduce-scatter of segment i comes before the allgather of segment
-i - 2.
+positions where the sections start, and later the owners send the sums to the straggler (S2, which
+does not wait for S4). The straggler can thus send one segment while it receives another and the
+healthy ranks work on a third. On the links of the ring, the reduce-scatter of segment i comes
+before the allgather of segment i - 2.
 
 The straggler sends and receives D bytes, which is the minimum; the healthy ranks send and receive
 (2n - 3)/(n - 1) D. If the straggler takes longer than the healthy ranks, that is

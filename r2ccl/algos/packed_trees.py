@@ -330,9 +330,9 @@ def _take(
 ) -> int:
     """Move edges from `left` to `row`, `number` at a time, until only `end` are `missing`.
 
-    They are those of the node with the largest `urgency` among those whose number of edges left
-    `is_fit`, or if there is none, among all that have edges left. The lowest node is preferred.
-    Returns the number still missing.
+    Each time, they are edges of the node with the largest `urgency` among the nodes whose number of
+    edges left satisfies `is_fit`; if there is no such node, among all nodes that have edges left.
+    Among equally urgent nodes, the lowest is taken. Return the number still missing.
     """
     heap = [(-urgency(node), node) for node, rest in enumerate(left) if is_fit(rest)]
     heapify(heap)

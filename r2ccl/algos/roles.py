@@ -96,8 +96,7 @@ def _roles(bandwidths: Sequence[int], core: Sequence[int]) -> Roles:
 def _even_time(nranks: int, of_core: int, leaves: list[int]) -> Fraction:
     """Return the time at which all ranks finish together, for one unit of data.
 
-    Exception: a leaf transfers each byte at most twice, and finishes earlier if it has bandwidth
-    for more.
+    A leaf transfers each byte at most twice; a leaf that has bandwidth for more finishes earlier.
     `of_core` is the bandwidth of the core, and `leaves` are the bandwidths of the leaves.
     """
     ntransfers = 2 * (nranks - 1)

@@ -28,8 +28,8 @@ connect its two rails), the pauses between the attempts grow to one minute. A pa
 the prober's port comes up, when a path to the probed rank on one of the two rails comes up, and
 when the probed rank reports that its port came up.
 
-Invariant: of the endpoints that are not in use yet, this rank has at most one per path, and at most
-one per probe and role (prober, probed). An endpoint that does not come into use is closed.
+Invariant: this rank has at most one endpoint that is not in use yet per path, and at most one per
+probe and role (prober, probed). An endpoint that does not come into use is closed.
 """
 
 from __future__ import annotations

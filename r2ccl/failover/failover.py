@@ -458,8 +458,9 @@ class Failover:
         # Bypasses are left out: only the kernel's TCP timeouts detect their failure.
         for key, path in self._links.on_rails.items():
             if path.state is PathState.UP:
-                # If a confirmation is lost, only the peer misses it. If the peer's end of the path
-                # never came up, the peer cannot detect that, so this end also checks `is_stuck`.
+                # A confirmation that this end sent may be lost although this end expects nothing.
+                # Only the peer misses it, and the peer cannot detect the loss if its end of the
+                # path never came up, so this end also checks `is_stuck`.
                 is_due = key.peer in awaited or self._transport.is_stuck(key)
                 yield key, path.activity, is_due
 

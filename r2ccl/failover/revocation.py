@@ -195,7 +195,8 @@ class Revocation:
         last_heard_s : float or None
             Seconds since the last sign of life of `peer`; None: not known.
         """
-        # If False, the control plane reports the loss to every rank, and all raise the same error.
+        # Ranks that could continue without `peer` (`spares`) must learn that this rank does not. In
+        # all other cases the control plane reports the loss to every rank, so all raise one error.
         is_news = peer in self.left or peer in self._spared
         error = self._loss(peer, why, last_heard_s)
         self.give_up(error, "PeerLost" if is_news else "", peer)

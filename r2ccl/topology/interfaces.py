@@ -66,8 +66,9 @@ def discover(
         unless ``socket_ifname`` names them or no other interface qualifies.
     rdma_names : collection of str
         Names of the interfaces of the RDMA NICs in use. If not empty, all socket rails serve as
-        last-resort rails beside RDMA. Unless ``socket_ifname`` names interfaces, they use those of
-        other NICs, including the management interface, or else those of the RDMA NICs.
+        last-resort rails beside RDMA. Unless ``socket_ifname`` names interfaces, these rails use
+        the interfaces of other NICs, including the management interface; if there are none, they
+        use the interfaces of the RDMA NICs.
     is_one_host : bool
         True if all ranks run on this host. Rails are then loopback addresses, unless
         ``socket_ifname`` names interfaces.

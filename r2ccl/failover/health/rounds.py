@@ -237,7 +237,7 @@ class Subtree:
         #: Version that promises are collected for.
         self._version = health.version
         self._reached = 0
-        #: Those of this rank and its children whose promises are missing; empty if none is.
+        #: Ranks, among this one and its children, whose promises are missing; empty if none is.
         self.missing: frozenset[int] = frozenset()
 
     def begin(self, version: int) -> None:

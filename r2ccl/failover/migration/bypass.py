@@ -194,10 +194,10 @@ class Bypasses:
         """Return ways through third ranks, over every TCP rail that may lead to them.
 
         Ways through third ranks that share a working rail with `peer`, as far as known, come first;
-        the search ends after `MAX_WAYS` such ranks. Of these ways, and of the others, first comes
-        one per third rank, over its rail that most likely works, then one over its next rail, and
-        so on. If rails are equally likely to work, the first one differs from one third rank to the
-        next, because a rail may have failed unnoticed.
+        the search ends after `MAX_WAYS` such ranks. These ways and the others are ordered alike:
+        first one way per third rank, over the rail that most likely works, then one per third rank
+        over its next rail, and so on. If rails are equally likely to work, the first one differs
+        from one third rank to the next, because a rail may have failed unnoticed.
         """
         # The first rank depends on the pair; each round starts after the ranks of the last one.
         first = self._rank + peer + 1 + nrounds * MAX_WAYS

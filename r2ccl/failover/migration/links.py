@@ -77,7 +77,7 @@ class Links:
         self._has_bypasses = context.has_bypasses
         #: Ranks that this rank has, had or will have data paths to.
         self.peers: set[int] = set()
-        #: Those of `peers` whose paths are not closed as idle.
+        #: The ranks in `peers` whose paths are not closed as idle.
         self.connected: set[int] = set()
         #: Value of `ncalls` when the paths to each peer were last requested.
         self._wanted: dict[int, int] = {}

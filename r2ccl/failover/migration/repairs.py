@@ -29,10 +29,10 @@ class Repair(msgspec.Struct):
     resumed_s : float
         Time when both ends were fenced and this end began to use other paths. 0: not yet.
     first_byte_s : float
-        Arrival time, over any path, of a slice that this end lacked at its fence: of its first
-        byte, or of the whole slice over RDMA and if the slice is eager. 0: not yet, no slice was
-        missing, or the slice arrived before this end resumed. Only the first missing slice of each
-        channel counts.
+        Arrival time, over any path, of the first byte of a slice that this end lacked at its fence.
+        For an eager slice, and for any slice over RDMA, the arrival time of the whole slice. 0: not
+        yet, no slice was missing, or the slice arrived before this end resumed. Only the first
+        missing slice of each channel counts.
     moved : dict of int to int
         New rail of each channel that got a new route (`r2ccl.types.BYPASS` for a bypass); empty if
         none did, or no path was left.
