@@ -352,11 +352,12 @@ def _open_verbs(
     devices: list[RdmaDevice] = []
     with ExitStack() as opened:
         for hca in hcas:
+            find_gid = GidFinder(hca.name, hca.port, config.gid_index)
             device = RdmaDevice(
                 hca.name,
                 hca.port,
-                GidFinder(hca.name, hca.port, config.gid_index),
-                Neighbours(hca.index) if hca.index else None,
+                find_gid,
+                Neighbours(find_gid.interface) if hca.index else None,
                 config.fastpath,
                 npeers=control.nranks - 1,
             )

@@ -26,6 +26,7 @@ Runs in the control thread. Invariant: every wait has a time limit.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from functools import partial
@@ -168,13 +169,13 @@ class _Member:
 
     async def _join(self, sock: socket.socket, secret: Secret, branch: Branch) -> Meeting:
         if self._unlistenable is not None:
-            await self._say(sock, MeetingFailed(str(self._unlistenable)))
+            await self._tell_failure(sock, self._unlistenable)
             raise self._unlistenable
         welcome = self._take(Welcome, await wire.receive_message(sock))
         try:
             own = self._prepare(welcome.is_on_one_host, _own_address(sock))
         except R2cclError as exc:
-            await self._say(sock, MeetingFailed(str(exc)))
+            await self._tell_failure(sock, exc)
             raise
         peers = await branch.exchange(own, secret, sock, welcome)
         return Meeting(welcome.communicator_id, secret, peers)
@@ -250,6 +251,11 @@ class _Member:
         if isinstance(message, MeetingFailed):
             raise message.error(self._hello.rank)
         return expect(kind, body)
+
+    async def _tell_failure(self, sock: socket.socket, failure: R2cclError) -> None:
+        """Tell rank 0 why this rank cannot join, unless the connection has failed, too."""
+        with contextlib.suppress(OSError):
+            await self._say(sock, MeetingFailed(str(failure)))
 
     async def _say(self, sock: socket.socket, message: Greeting) -> None:
         await wire.send_message(sock, encode(message))

@@ -96,7 +96,7 @@ class RuntimeFileSecret:
             return self._secret
         try:
             with _open_folder(self._folder) as folder:
-                return _read_secret(self._name, folder, os.O_NOFOLLOW)
+                return _read_secret(self._folder / self._name, folder)
         except FileNotFoundError:
             return None
         except OSError as exc:
@@ -132,7 +132,7 @@ class RuntimeFileSecret:
         """Remove the file if it still holds this job's secret; log a warning if that fails."""
         try:
             with _open_folder(self._folder) as folder:
-                found = _read_secret(self._name, folder, os.O_NOFOLLOW)
+                found = _read_secret(self._folder / self._name, folder)
                 if self._secret is not None and found.hex() == self._secret.hex():
                     os.unlink(self._name, dir_fd=folder)
         except FileNotFoundError:
@@ -154,7 +154,7 @@ def read_secret_file(path: str) -> Secret:
         other users, or does not hold a secret.
     """
     try:
-        return _read_secret(path, None, 0)
+        return _read_secret(Path(path), None)
     except OSError as exc:
         raise InvalidArgument(
             f"R2CC_SECRET_FILE={path!r} cannot be read: {exc.strerror}; check the path, or make "
@@ -162,8 +162,13 @@ def read_secret_file(path: str) -> Secret:
         ) from exc
 
 
-def _read_secret(path: str, folder: int | None, flags: int) -> Secret:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, dir_fd=folder)
+def _read_secret(path: Path, folder: int | None) -> Secret:
+    """Read the file `path`; with `folder`, a descriptor of its directory, it must not be a link."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    if folder is None:
+        fd = os.open(path, flags)
+    else:
+        fd = os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=folder)
     try:
         status = os.fstat(fd)
         is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
@@ -174,7 +179,7 @@ def _read_secret(path: str, folder: int | None, flags: int) -> Secret:
                 f"this one has owner {status.st_uid}, mode {stat.filemode(status.st_mode)}: "
                 f"`chmod 600 {path}`, or use a regular file that this user owns"
             )
-        return Secret.from_hex(os.read(fd, _MAX_FILE_NBYTES).decode("ascii", "replace"), path)
+        return Secret.from_hex(os.read(fd, _MAX_FILE_NBYTES).decode("ascii", "replace"), str(path))
     finally:
         os.close(fd)
 

@@ -185,7 +185,8 @@ def map_apart(handles: Sequence[tuple[int, bytes]]) -> list[str]:
     ended = run(code, timeout_s=_MAP_TIMEOUT_S, is_inner=True)
     if ended.error:
         return [f"the process that mapped the memory failed: {ended.error}"] * len(handles)
-    return msgspec.json.decode(ended.said, type=list[str])
+    # Libraries may print lines of their own before.
+    return msgspec.json.decode(ended.said.strip().rpartition("\n")[2], type=list[str])
 
 
 def map_all(handles: Sequence[tuple[int, bytes]]) -> None:

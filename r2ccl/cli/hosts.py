@@ -16,7 +16,7 @@ from r2ccl.errors import InvalidArgument
 _HOST = re.compile(
     r"(?P<name>(?:[\w.]+@)?(?:\[[\da-fA-F:.]+(?:%\w+)?\]|\w[\w.-]*))(?::(?P<slots>\d+))?"
 )
-_SLOTS = re.compile(r"(?:slots|max_slots|max-slots)=(\d+)")
+_SLOTS = re.compile(r"(slots|max_slots|max-slots)=(\d+)")
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
@@ -92,8 +92,10 @@ def read_hostfile(path: str) -> list[JobHost]:
         slots = [_SLOTS.fullmatch(word) for word in words[1:]]
         if match is None or None in slots:
             raise InvalidArgument(f"{where}: {line!r}: allowed is NAME slots=N, or NAME:N")
-        counts = [int(each[1]) for each in slots if each is not None]
-        found.append(_host(match["name"], counts[0] if counts else int(match["slots"] or 1), where))
+        counts = {each[1]: int(each[2]) for each in slots if each is not None}
+        # A maximum alone is the number of slots.
+        usual = next(iter(counts.values()), int(match["slots"] or 1))
+        found.append(_host(match["name"], counts.get("slots", usual), where))
     if not found:
         raise InvalidArgument(f"--hostfile {path!r} names no host: write lines like `a slots=4`")
     return _merged(found)

@@ -141,6 +141,8 @@ class GidFinder:
         self._index = index
         self._root = root
         self._last: Gid | None = None
+        #: Interface of the port, as `Hca.netdev`.
+        self._netdev = ""
 
     def __call__(self) -> tuple[int, str]:
         """Return the slot of the port's GID in its table, and the address of the GID.
@@ -163,7 +165,17 @@ class GidFinder:
                     "with R2CC_HCA"
                 )
             self._last = last = choose_gid(found, self._index)
+            self._netdev = found.netdev
         return last.index, last.address
+
+    def interface(self) -> int:
+        """Return the kernel's number of the interface that owns the GID of the last call.
+
+        It may be a VLAN on the port's interface. 0 if the interface does not exist, or not in this
+        network namespace.
+        """
+        owner = self._last.netdev if self._last is not None else ""
+        return _index_of(self._root, owner or self._netdev)
 
 
 def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
@@ -268,8 +280,12 @@ def _parse_port(root: Path, device: Path, port: Path) -> Hca:
         speed_mbps=round(float(rate[1]) * 1000) if rate else 0,
         numa_node=int(_read(device / "device" / "numa_node") or -1),
         gids=gids,
-        index=int(_read(root.parent / "net" / netdev / "ifindex") or 0) if netdev else 0,
+        index=_index_of(root, netdev),
     )
+
+
+def _index_of(root: Path, netdev: str) -> int:
+    return int(_read(root.parent / "net" / netdev / "ifindex") or 0) if netdev else 0
 
 
 def _read_gids(port: Path) -> tuple[Gid, ...]:

@@ -19,6 +19,7 @@ import ipaddress
 import logging
 import socket
 import struct
+from collections.abc import Callable
 
 from r2ccl.errors import describe_os_error, is_exhaustion
 from r2ccl.topology.netlink import (
@@ -28,6 +29,7 @@ from r2ccl.topology.netlink import (
     RTA_DST,
     RTA_GATEWAY,
     RTA_OIF,
+    RTA_VIA,
     RTM_GETNEIGH,
     RTM_GETROUTE,
     RTMSG,
@@ -56,8 +58,9 @@ class Neighbours:
 
     Parameters
     ----------
-    index : int
-        The kernel's number of the interface.
+    find_index : callable
+        ``find_index()`` returns the kernel's number of the interface, as for example
+        `r2ccl.topology.hcas.GidFinder.interface`; 0 if it was removed.
 
     Raises
     ------
@@ -65,8 +68,8 @@ class Neighbours:
         If a netlink socket cannot be created.
     """
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def __init__(self, find_index: Callable[[], int]) -> None:
+        self._find_index = find_index
         self._route = RouteSocket()
         #: Error numbers of lookups that failed for lack of a resource; each is logged once.
         self._said: set[int | None] = set()
@@ -99,10 +102,13 @@ class Neighbours:
         if to.version == 6 and to.is_link_local:
             return True  # RoCE derives the link-layer address from the link-local address
         try:
-            hop = self._next_hop(to)
-            if hop is None or self._is_valid(hop):
+            index = self._find_index()
+            if not index:
+                return False
+            hop = self._next_hop(to, index)
+            if hop is None or self._is_valid(hop, index):
                 return True
-            _send_nothing(_plain(source), to, self._index)
+            _send_nothing(_plain(source), to, index)
         except OSError as exc:
             if exc.errno == errno.EOPNOTSUPP:
                 return True
@@ -126,23 +132,26 @@ class Neighbours:
                 destination, describe_os_error(exc),
             )  # fmt: skip
 
-    def _next_hop(self, to: _Address) -> _Address | None:
+    def _next_hop(self, to: _Address, index: int) -> _Address | None:
         """Return the next hop on the route to `to`; None if `to` is an address of this machine.
 
-        The next hop is the gateway, or `to` itself if the route has no gateway.
+        The next hop is the gateway, or `to` itself if the route has no gateway. An IPv4 route may
+        have an IPv6 gateway (RFC 8950).
         """
         body = RTMSG.pack(_family(to), to.max_prefixlen, 0, 0, 0, 0, 0, 0, 0)
-        body += attribute(RTA_DST, to.packed) + attribute(RTA_OIF, _INDEX.pack(self._index))
+        body += attribute(RTA_DST, to.packed) + attribute(RTA_OIF, _INDEX.pack(index))
         answer = self._route.ask(RTM_GETROUTE, body).body
         kind = RTMSG.unpack_from(answer)[7]
         if kind == RTN_LOCAL:
             return None
         found = dict(attributes(answer[RTMSG.size :]))
         gateway = found.get(RTA_GATEWAY)
+        if RTA_VIA in found:
+            gateway = found[RTA_VIA][2:]  # after the address family
         return to if gateway is None else ipaddress.ip_address(bytes(gateway))
 
-    def _is_valid(self, hop: _Address) -> bool:
-        body = NDMSG.pack(_family(hop), self._index, 0, 0, 0) + attribute(NDA_DST, hop.packed)
+    def _is_valid(self, hop: _Address, index: int) -> bool:
+        body = NDMSG.pack(_family(hop), index, 0, 0, 0) + attribute(NDA_DST, hop.packed)
         try:
             answer = self._route.ask(RTM_GETNEIGH, body).body
         except OSError as exc:

@@ -55,6 +55,7 @@ IFA_LOCAL = 2
 RTA_DST = 1
 RTA_OIF = 4
 RTA_GATEWAY = 5
+RTA_VIA = 18
 RTN_LOCAL = 2
 NDA_DST = 1
 NDA_LLADDR = 2
@@ -262,6 +263,7 @@ __all__ = [
     "RTA_DST",
     "RTA_GATEWAY",
     "RTA_OIF",
+    "RTA_VIA",
     "RTMGRP_IPV4_IFADDR",
     "RTMGRP_IPV6_IFADDR",
     "RTMGRP_LINK",

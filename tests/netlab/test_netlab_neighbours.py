@@ -43,7 +43,7 @@ def ask(namespace: str, *questions: tuple[str, str], patience_s: float = 5.0) ->
     """Query each (source, destination) until the answer is yes, or `patience_s` has passed."""
 
     def calls() -> list[bool]:
-        neighbours = Neighbours(socket.if_nametoindex("wire"))
+        neighbours = Neighbours(partial(socket.if_nametoindex, "wire"))
         try:
             return [until(partial(neighbours.knows, *each), patience_s) for each in questions]
         finally:
@@ -80,6 +80,13 @@ def test_nobody_is_never_known(pair: tuple[str, str]) -> None:
     assert ask(near, (NEAR, NOBODY), patience_s=0.3) == [False]
 
 
+def test_an_ipv4_route_may_have_an_ipv6_gateway(pair: tuple[str, str]) -> None:
+    """As in fabrics whose switches have no IPv4 addresses (RFC 8950)."""
+    near, _ = pair
+    ip(near, "route", "add", "10.7.0.0/16", "via", "inet6", "fd09::2", "dev", "wire", "src", NEAR)
+    assert ask(near, (NEAR, "10.7.0.1")) == [True]
+
+
 @pytest.mark.parametrize("destination", [NEAR, "fe80::1"])
 def test_where_nobody_need_be_asked(pair: tuple[str, str], destination: str) -> None:
     near, _ = pair
@@ -95,11 +102,12 @@ def test_a_dead_wire_forgets_and_is_no_way(pair: tuple[str, str]) -> None:
     assert ask(near, (NEAR, FAR)) == [True]
 
 
-def test_an_interface_that_is_gone_is_no_way(pair: tuple[str, str]) -> None:
+@pytest.mark.parametrize("index", [9999, 0])
+def test_an_interface_that_is_gone_is_no_way(pair: tuple[str, str], index: int) -> None:
     near, _ = pair
 
     def ask_of_the_gone() -> bool:
-        neighbours = Neighbours(9999)
+        neighbours = Neighbours(lambda: index)
         try:
             return neighbours.knows(NEAR, FAR)
         finally:

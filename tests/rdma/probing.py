@@ -26,12 +26,11 @@ def open_transport(rank: int, hcas: Sequence[Hca], fastpath: str = "0") -> Any:
     from r2ccl.transport.verbs.registration import RegistrationCache
     from r2ccl.transport.verbs.transport import VerbsTransport
 
-    devices = [
-        RdmaDevice(
-            hca.name, hca.port, GidFinder(hca.name, hca.port), Neighbours(hca.index), fastpath
-        )
-        for hca in hcas
-    ]
+    devices = []
+    for hca in hcas:
+        find_gid = GidFinder(hca.name, hca.port)
+        neighbours = Neighbours(find_gid.interface)
+        devices.append(RdmaDevice(hca.name, hca.port, find_gid, neighbours, fastpath))
     cache = RegistrationCache([device.registrar for device in devices], 1 << 30)
     return VerbsTransport(
         rank, devices, cache, eager_nbytes=64, timeout=16, retry_cnt=3,

@@ -27,7 +27,9 @@ def open_device(hcas: tuple[tuple[Hca, ...], ...]) -> Iterator[Open]:
 
     def opened(fastpath: str) -> Any:
         find_gid = GidFinder(hca.name, hca.port)
-        made.append(RdmaDevice(hca.name, hca.port, find_gid, Neighbours(hca.index), fastpath))
+        made.append(
+            RdmaDevice(hca.name, hca.port, find_gid, Neighbours(find_gid.interface), fastpath)
+        )
         return made[-1]
 
     yield opened

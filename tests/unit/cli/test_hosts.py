@@ -52,7 +52,7 @@ def test_this_host_is_known_by_its_names(name: str) -> None:
 
 def test_host_files_of_both_kinds_are_read(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
-    file.write_text("# the cluster\na slots=4 max_slots=8\n\nb:2  # the small one\nc\n")
+    file.write_text("# the cluster\na max_slots=8 slots=4\n\nb:2  # the small one\nc\n")
     assert read_hostfile(str(file)) == [JobHost("a", 4), JobHost("b", 2), JobHost("c", 1)]
 
 

@@ -227,6 +227,16 @@ def test_a_gid_is_found_again_wherever_it_went(tree: Tree) -> None:
         find()
 
 
+def test_the_interface_of_a_gid_may_be_a_vlan(tree: Tree) -> None:
+    """Peers of a VLAN's GID are found behind the VLAN, not behind the port's interface."""
+    roce_port(tree, "mlx5_0", "eth0", host=1)
+    tree.netdev("eth0.100", 9)
+    for slot, index in ((-1, 5), (5, 9)):
+        find = GidFinder("mlx5_0", 1, slot, root=tree.root)
+        find()
+        assert find.interface() == index
+
+
 def test_a_gid_that_stays_costs_one_slot(tree: Tree) -> None:
     port = soft_roce_port(tree)
     find = GidFinder("rxe0", 1, root=tree.root)

@@ -14,7 +14,8 @@ NOBODY = "192.0.2.1"
 def test_a_neighbour_that_cannot_be_asked_for_is_not_known_yet(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    neighbours = Neighbours(socket.if_nametoindex("lo"))
+    index = socket.if_nametoindex("lo")
+    neighbours = Neighbours(lambda: index)
     try:
         with no_descriptor_left():
             assert [neighbours.knows("127.0.0.1", NOBODY) for _ in range(3)] == [False] * 3
