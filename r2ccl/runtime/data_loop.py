@@ -327,7 +327,7 @@ class DataLoop:
             poll()
 
     def send_rest(self) -> None:
-        """Have the control thread send the data of finished calls that no socket has accepted yet.
+        """Have the control thread send the data of finished calls that the transport still holds.
 
         A call may end before its eager slices are sent, because they were copied.
         """

@@ -426,7 +426,7 @@ class Transport(Protocol):
         ...
 
     def has_unsent(self) -> bool:
-        """Return True if data waits for a later `poll` because a socket buffer is full."""
+        """Return True if data waits for a later `poll`: a socket buffer or a ring is full."""
         ...
 
     def is_stuck(self, path: PathKey) -> bool:

@@ -16,6 +16,7 @@ import ipaddress
 import logging
 import os
 import select
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -64,6 +65,8 @@ _ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
 _NPEERS = 32
 #: Maximum number of completions taken from the queue by one call.
 BATCH = 256
+#: Held while a NIC is opened: its descriptors are found as those that are new in the process.
+_opening = threading.Lock()
 
 
 #: Work completion (``ibv_wc``): wr_id, status, opcode, vendor_err, imm_data (network byte order),
@@ -165,9 +168,9 @@ class RdmaDevice:
         return list(self._descriptors)
 
     def _open(self, opened: ExitStack) -> None:
-        before = _device_fds()
         keep_from_children()
-        with _openable(self.name):
+        with _opening, _openable(self.name):
+            before = _device_fds()
             self.context, self.async_fd = _with_new_fd(lambda: Context(name=self.name))
             opened.callback(self.context.close)
             os.set_blocking(self.async_fd, False)
@@ -180,7 +183,7 @@ class RdmaDevice:
             opened.callback(self.channel.close)
             self.cq = CQ(self.context, completions(self._npeers), None, self.channel)
             opened.callback(self.cq.close)
-        self._descriptors = _device_fds() - before
+            self._descriptors = _device_fds() - before
 
     def _require_completions(self) -> None:
         limits = self.context.query_device()
@@ -431,7 +434,7 @@ def room(name: str) -> int:
     TransportError
         If the NIC cannot be opened.
     """
-    with _openable(name):
+    with _opening, _openable(name):
         context = Context(name=name)
         try:
             return most_peers(context.query_device().max_cqe)

@@ -28,8 +28,8 @@ _CREDIT_PART = 4
 class EndpointState(enum.Enum):
     """State of an end of a path.
 
-    JOINING until the transport opens it, then LIVE; FAILED after an error, until it is fenced or
-    closed; DRAINING from its fence on.
+    JOINING until the transport opens it, then LIVE; FAILED after an error, opened or not, until it
+    is fenced or closed; DRAINING from its fence on.
     """
 
     JOINING = "joining"
@@ -88,6 +88,8 @@ class VerbsEndpoint:
         self.qp = qp
         self.info = qp.info
         self.state = EndpointState.JOINING
+        #: True once the transport has opened this end, whatever its state became afterwards.
+        self.is_opened = False
         #: Landing places by number, and the numbers that are free.
         self.places: dict[int, LandingPlace] = {}
         self.numbers = deque(range(NLANDINGS))
@@ -107,7 +109,7 @@ class VerbsEndpoint:
         self.is_dirty = False
         #: Highest confirmation queued so far, by channel.
         self.acked: dict[int, int] = {}
-        #: Events to report once the end is opened.
+        #: Events to report once the end is opened; until then nothing but `Joined` is reported.
         self.held: list[Event] = []
         #: Number of markers completed since the fence, and the clock's time when the fence stops
         #: waiting for them; 0 if it does not wait, because the device refused the flush.

@@ -131,6 +131,8 @@ class VerbsTransport:
         #: since, whose held events the next poll reports.
         self._lending: list[VerbsEndpoint] = []
         self._opened: list[VerbsEndpoint] = []
+        #: Ends with messages that wait for room in the send queue or in the peer's ring.
+        self._waiting: set[VerbsEndpoint] = set()
         self._events: list[Event] = []
         self._epoll = select.epoll()
         self._wakeup = Wakeup()
@@ -193,6 +195,7 @@ class VerbsTransport:
         """
         if endpoint.state is EndpointState.JOINING:
             endpoint.state = EndpointState.LIVE
+        endpoint.is_opened = True
         self._by_path[path] = endpoint
         self._opened.append(endpoint)
         held, endpoint.held = endpoint.held, []
@@ -214,6 +217,7 @@ class VerbsTransport:
         endpoint.state = EndpointState.DRAINING
         endpoint.give_up_s = self._clock() + _DRAIN_TIMEOUT_S
         endpoint.forget_waiting()
+        self._waiting.discard(endpoint)
         self._draining.append(endpoint)
         try:
             endpoint.qp.flush()
@@ -229,8 +233,8 @@ class VerbsTransport:
         return MemoryUse(rings, self._staging.nbytes, self._staging.registered_nbytes)
 
     def has_unsent(self) -> bool:
-        """Return False: this transport has no socket buffers that data could wait for."""
-        return False
+        """Return True if a message waits for room in a send queue or in a peer's ring."""
+        return bool(self._waiting)
 
     def is_stuck(self, path: PathKey) -> bool:
         """Return False: a queue pair that delays data fails by itself when its retries run out."""
@@ -255,7 +259,7 @@ class VerbsTransport:
         """
         # First, so that nothing is posted to a destroyed queue pair.
         self._by_path.clear()
-        for ends in (self._dirty, self._lending, self._opened, self._draining):
+        for ends in (self._dirty, self._lending, self._opened, self._waiting, self._draining):
             ends.clear()
         with ExitStack() as steps:  # callbacks run last to first
             steps.callback(self._close_descriptors)
@@ -350,6 +354,7 @@ class VerbsTransport:
                 break
             end.told()  # only now: a queued message does not carry its credit to the peer yet
             end.small.popleft()
+        (self._waiting.add if end.small else self._waiting.discard)(end)
         while (queue := end.replays or end.bulk) and not end.small and end.qp.has_room():
             self._write(end, queue.popleft())
         # Even if messages wait for the peer's credits: the peer may be waiting for this credit.
@@ -575,8 +580,8 @@ class VerbsTransport:
         end.qp.credit(credit % COUNT_MODULUS)
         if end.small:
             self._mark(end)
-        # The events of an end that is not open are held, and with them the borrowed memory.
-        if end.lend(size) and end.state is not EndpointState.JOINING:
+        # Before the end is opened its events are held, and with them the borrowed memory.
+        if end.lend(size) and end.is_opened:
             self._lending.append(end)
         if kind == EAGER:
             start = offset + HEADER_NBYTES
@@ -619,6 +624,7 @@ class VerbsTransport:
         else:
             return
         end.state = EndpointState.FAILED
+        self._waiting.discard(end)
 
     def _reap(self) -> None:
         """Destroy the fenced queue pairs that were not flushed in time, or could not be flushed."""
@@ -695,7 +701,7 @@ class VerbsTransport:
             self._staging.release(reach)
 
     def _report(self, end: VerbsEndpoint, event: Event) -> None:
-        (end.held if end.state is EndpointState.JOINING else self._events).append(event)
+        (self._events if end.is_opened else end.held).append(event)
 
     def _live(self, path: PathKey) -> VerbsEndpoint | None:
         end = self._by_path.get(path)

@@ -151,6 +151,12 @@ def test_the_distributions_pyverbs_is_linked_and_said_to_be(environment: Path) -
     assert [str(environment) in line for line in said] == [True]
 
 
+def test_a_link_to_nothing_is_replaced(environment: Path) -> None:
+    (environment / "pyverbs").symlink_to(environment / "gone")
+    packages.prepare(lambda line: None)
+    assert (environment / "pyverbs").readlink() == packages.DISTRIBUTION_PYVERBS
+
+
 def test_a_link_that_cannot_be_made_is_explained(environment: Path) -> None:
     (environment / "pyverbs").touch()
     with pytest.raises(RdmaLabError, match="by hand"):

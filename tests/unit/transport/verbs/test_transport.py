@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -258,6 +259,97 @@ def test_an_end_that_fails_before_the_open_is_told(
     pair.far.open(path, end)
     assert any(isinstance(event, Failed) for event in pair.far.poll(0.0))
     assert not pair.far.is_open(path)
+
+
+def test_data_after_a_failure_is_held_until_the_open(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, path = pair.join(), PathKey(0, 0)
+    pair.near.confirm(PATH, 0, 1)
+    pair.near.flush()
+    with monkeypatch.context() as refused:
+        refused.setattr(FakeQueuePair, "post_recv", pair.fail)
+        assert [type(event) for event in pair.far.poll(0.0)] == [Joined]
+    pair.near.confirm(PATH, 1, 1)
+    pair.near.flush()
+    assert pair.far.poll(0.0) == []
+    pair.far.open(path, end)
+    kinds = [type(event) for event in pair.far.poll(0.0)]
+    assert kinds == [Confirmed, Failed, Confirmed]
+
+
+def test_a_message_without_room_at_the_peer_is_unsent(pair: Pair) -> None:
+    pair.connect()
+    assert not pair.near.has_unsent()
+    for channel in range(20):
+        pair.near.confirm(PATH, channel, 1)
+    pair.near.flush()
+    assert pair.near.has_unsent()
+    for _ in range(4):
+        for side in (pair.far, pair.near):
+            side.poll(0.0)
+            side.flush()
+    assert not pair.near.has_unsent()
+
+
+@pytest.mark.parametrize("is_fenced", [False, True])
+def test_a_path_that_is_over_has_nothing_unsent(
+    pair: Pair, is_fenced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.connect()
+    for channel in range(20):
+        pair.near.confirm(PATH, channel, 1)
+    pair.near.flush()
+    if is_fenced:
+        pair.near.fence(PATH)
+    else:
+        pair.far.poll(0.0)
+        pair.far.flush()
+        pair.far.poll(0.0)
+        pair.far.flush()  # a credit
+        monkeypatch.setattr(FakeQueuePair, "post_recv", pair.fail)
+        assert Failed in map(type, pair.near.poll(0.0))
+    assert not pair.near.has_unsent()
+
+
+def test_nics_are_opened_by_one_thread_at_a_time(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyverbs does not tell the descriptor that it opened: it is the one that is new."""
+    lock, second_is_here, steps = threading.Lock(), threading.Event(), list[str]()
+    make = pair.loaded.device.Context
+
+    class Lock:
+        def __enter__(self) -> None:
+            if threading.current_thread() is second:
+                second_is_here.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def observed(name: str) -> Any:
+        steps.append(f"{name} begins")
+        if name == "first":
+            second.start()
+            second_is_here.wait()
+        second_is_here.set()
+        made = make(name)
+        steps.append(f"{name} ends")
+        return made
+
+    monkeypatch.setattr(pair.loaded.device, "_opening", Lock())
+    monkeypatch.setattr(pair.loaded.device, "Context", observed)
+    opened: list[Any] = []
+    second = threading.Thread(target=lambda: opened.append(pair.device("second")))
+    try:
+        opened.append(pair.device("first"))
+    finally:
+        second.join()
+        for device in opened:
+            device.close()
+    assert steps == ["first begins", "first ends", "second begins", "second ends"]
+    assert len(opened) == 2
 
 
 def test_a_refused_write_keeps_no_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
