@@ -204,10 +204,14 @@ def _report_of(bus_id: str, labels: Sequence[str], machine: Machine) -> _Machine
     return _MachineReport(gpu.bus_id, tuple(labels), part)
 
 
+#: Made here once, because msgspec crashes if two threads decode a type for the first time at once.
+_report_decoder = msgspec.msgpack.Decoder(_MachineReport)
+
+
 def _decode(received: bytes) -> _MachineReport | None:
     """Return the decoded report of a rank; None if it is unusable."""
     try:
-        report = msgspec.msgpack.decode(received, type=_MachineReport)
+        report = _report_decoder.decode(received)
         report = _report_of(
             report.bus_id, report.labels, report.machine
         )  # drop parts of the machine that are not needed

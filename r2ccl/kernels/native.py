@@ -96,6 +96,10 @@ class _Stored(msgspec.Struct, frozen=True):
     code: MachineCode
 
 
+#: Made here once, because msgspec crashes if two threads decode a type for the first time at once.
+_stored_decoder = msgspec.msgpack.Decoder(_Stored)
+
+
 def address_of(maker: str, *given: Any) -> int:
     """Return the address of the C function of a maker; compile it if no file has it.
 
@@ -397,7 +401,7 @@ def _read(file: Path, sources: bytes) -> MachineCode | None:
                     file,
                 )
                 return None
-            stored = msgspec.msgpack.decode(opened.read(), type=_Stored)
+            stored = _stored_decoder.decode(opened.read())
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as exc:

@@ -50,6 +50,10 @@ class Origin(msgspec.Struct, frozen=True):
     compilers: dict[str, str]
 
 
+#: Made here once, because msgspec crashes if two threads decode a type for the first time at once.
+_origin_decoder = msgspec.json.Decoder(Origin)
+
+
 def forms() -> Iterator[Form]:
     """Yield the canonical forms of all kernels that collectives launch, each once."""
     found = dict.fromkeys(canonical(form) for form in _launched())
@@ -112,7 +116,7 @@ def origin_of(path: Path) -> Origin:
     """
     told = _read(path, _ORIGIN) or b""
     try:
-        return msgspec.json.decode(told, type=Origin)
+        return _origin_decoder.decode(told)
     except msgspec.DecodeError as exc:
         raise _unreadable(path, exc) from exc
 

@@ -367,8 +367,10 @@ class RdmaDevice:
         """
         return bool(self.query().state == e.IBV_PORT_ACTIVE)
 
-    def read_endpoint_info(self, info: bytes, kind: type[_AnyInfo]) -> _AnyInfo:
-        """Decode a peer's endpoint info of type `kind`; raise if connecting would block.
+    def read_endpoint_info(
+        self, info: bytes, decoder: msgspec.msgpack.Decoder[_AnyInfo]
+    ) -> _AnyInfo:
+        """Decode a peer's endpoint info with `decoder`; raise if connecting would block.
 
         Raises
         ------
@@ -378,7 +380,7 @@ class RdmaDevice:
             may succeed; or the kernel refuses the lookup.
         """
         try:
-            remote = msgspec.msgpack.decode(info, type=kind)
+            remote = decoder.decode(info)
         except (msgspec.DecodeError, ValueError) as exc:
             raise TransportError(
                 f"the peer's endpoint info cannot be decoded: {exc}", status="ENDPOINT_INFO"

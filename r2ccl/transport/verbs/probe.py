@@ -49,6 +49,8 @@ _SILENCE_S = 5.0
 #: Unit of a queue pair's timeout: attribute ``timeout`` t means this many seconds times 2^t.
 _TIMEOUT_UNIT_S = 4.096e-6
 _MAX_TIMEOUT = 31
+#: Made here once, because msgspec crashes if two threads decode a type for the first time at once.
+_info_decoder = msgspec.msgpack.Decoder(EndpointInfo)
 
 
 class ProbeEnd:
@@ -120,7 +122,7 @@ class ProbeEnd:
         TransportError
             As for `Endpoint.join`.
         """
-        remote = self._device.read_endpoint_info(info, EndpointInfo)
+        remote = self._device.read_endpoint_info(info, _info_decoder)
         qp = self._made()
         try:
             if is_caller:

@@ -103,6 +103,10 @@ class PathEndpointInfo(EndpointInfo, frozen=True, array_like=True):
     ring_rkey: int
 
 
+#: Made here once, because msgspec crashes if two threads decode a type for the first time at once.
+_info_decoder = msgspec.msgpack.Decoder(PathEndpointInfo)
+
+
 class QueuePair:
     """Queue pair of one end of a path, with its message rings.
 
@@ -232,7 +236,7 @@ class QueuePair:
             If the endpoint info cannot be decoded, the peer's link-layer address is not known, or
             the device refuses.
         """
-        remote = self._device.read_endpoint_info(info, PathEndpointInfo)
+        remote = self._device.read_endpoint_info(info, _info_decoder)
         attr = self._init_attr()
         attr.ah_attr = self._device.address(remote)
         attr.path_mtu = min(remote.mtu, self._mtu)
