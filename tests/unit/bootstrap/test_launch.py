@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.limits import no_descriptor_left
 
 from r2ccl.bootstrap.launch import JobShare, LocalJob, describe_exit, launch
 from r2ccl.bootstrap.logs import TERMINAL_VARIABLE
@@ -233,6 +234,27 @@ def test_output_of_ranks_is_captured_with_that_of_the_caller(
 ) -> None:
     launch(lambda: (print("out"), print("err", file=sys.stderr), None)[-1], 1, timeout_s=WAIT_S)
     assert capsys.readouterr() == ("out\n", "err\n")
+
+
+def open_descriptors() -> list[str]:
+    return os.listdir("/proc/self/fd")
+
+
+@pytest.mark.parametrize("spare", [10, 20, 28], ids=["output", "results", "server"])
+def test_a_launch_without_descriptors_leaves_none_open(
+    spare: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = open_descriptors()
+    with no_descriptor_left(spare), pytest.raises(OSError, match="Too many open files") as caught:
+        launch(os.getpid, 4)
+    assert open_descriptors() == before, caught  # whose traceback holds what the call has made
+
+
+def test_a_server_that_exits_early_leaves_none_open(capfd: pytest.CaptureFixture[str]) -> None:
+    before = open_descriptors()
+    with pytest.raises(R2cclError, match="exited early") as caught:
+        launch(os.getpid, 2, env={"PYTHONHOME": "/missing"})
+    assert open_descriptors() == before, caught
 
 
 def test_an_interrupt_of_the_launcher_reaches_every_rank_once() -> None:
