@@ -229,9 +229,10 @@ class _Listeners:
                 f"rank {self._rank}: no usable network interface was found for a rail: set "
                 "R2CC_SOCKET_IFNAME to one or more that are up, such as eth,ib or =eth0"
             )
-        self._rails = [self._open(wire.listen, nic.address, nic.name) for nic in self.nics]
-        self._probes = [self._open(wire.reserve_port, nic.address, nic.name) for nic in self.nics]
-        self._control = [self._open(wire.listen, control_address, "control")]
+        for nic in self.nics:  # `close` closes those that were opened before an error
+            self._rails.append(self._open(wire.listen, nic.address, nic.name))
+            self._probes.append(self._open(wire.reserve_port, nic.address, nic.name))
+        self._control.append(self._open(wire.listen, control_address, "control"))
         return PeerInfo(
             rank=self._rank,
             host=self._host,
