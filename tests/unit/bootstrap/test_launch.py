@@ -25,6 +25,7 @@ from r2ccl.bootstrap.logs import TERMINAL_VARIABLE
 from r2ccl.bootstrap.pool import launch_pool
 from r2ccl.cli import make_parser
 from r2ccl.cli.rankprocs import HostRanks, JobCommand
+from r2ccl.cli.results import check_file
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, R2cclError, TransportTimeout
 
 WAIT_S = 20.0
@@ -635,6 +636,26 @@ def test_the_end_of_each_rank_is_written_as_json(
     assert [(each["rank"], each["status"]) for each in found["ranks"]] == [(0, 0), (1, -9)]
     assert {each["host"] for each in found["ranks"]} == {socket.gethostname()}
     assert found["failure"].startswith("rank 1: ")
+
+
+def test_a_json_file_that_is_a_named_pipe_is_refused(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(InvalidArgument, match="is a named pipe"):
+            check_file(pipe)
+    finally:
+        os.close(reader)
+
+
+def test_a_json_file_may_be_the_output_of_the_launcher() -> None:
+    reader, writer = os.pipe()
+    try:
+        check_file(Path(f"/dev/fd/{writer}"))
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def test_a_json_file_in_a_missing_folder_is_refused(
