@@ -1192,7 +1192,8 @@ class Communicator:
         ------
         InvalidArgument
             If a number in `ranks` occurs twice or is not a rank, this rank is not among `ranks`,
-            `allgather` is not callable, or one of `ranks` has too many communicators open.
+            `allgather` is not callable or returns anything but the bytes of each of `ranks`, or one
+            of `ranks` has too many communicators open.
 
         Notes
         -----

@@ -280,58 +280,51 @@ class RankProcesses:
         self._who = who
         self.is_by_value = not pickling.can_import_main(preparation)
         pickled = pickling.dumps_call(function, who, is_by_value=self.is_by_value)
-        self._port = reserve_port()
-        port = master_port(self._port.getsockname()[1], os.environ)
-        self._output = RankOutput(job.nranks) if is_forwarded() else None
-        outputs = self._output.theirs if self._output else []
-        pipes = [multiprocessing.Pipe() for _ in range(job.nranks)]
-        self._server, theirs = multiprocessing.Pipe()
-        request = RankRequest(
-            environments=[{**port, **env, **job.environment(rank)} for rank in range(job.nranks)],
-            results=[end.fileno() for _, end in pipes],
-            listener=job.listener.fileno(),
-            preparation=preparation,
-            function=pickled,
-            is_serving=is_serving,
-            outputs=outputs,
-        )
-        try:
+        self._output: RankOutput | None = None
+        with contextlib.ExitStack() as opened, contextlib.ExitStack() as theirs:
+            held = opened.enter_context(reserve_port())
+            port = master_port(held.getsockname()[1], os.environ)
+            if is_forwarded():
+                self._output = RankOutput(job.nranks)
+                opened.callback(self._output.close)
+                theirs.callback(self._output.close_theirs)
+            pipes = [_pipe(opened, theirs) for _ in range(job.nranks)]
+            self._server, server = _pipe(opened, theirs)
+            request = RankRequest(
+                environments=[
+                    {**port, **env, **job.environment(rank)} for rank in range(job.nranks)
+                ],
+                results=[end.fileno() for _, end in pipes],
+                listener=job.listener.fileno(),
+                preparation=preparation,
+                function=pickled,
+                is_serving=is_serving,
+                outputs=self._output.theirs if self._output else [],
+            )
+            passed = [request.listener, *request.results, *chain(*request.outputs)]
             self._process = subprocess.Popen(
-                command(theirs.fileno()),
+                command(server.fileno()),
                 env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), request.listener, *request.results, *chain(*outputs)],
+                pass_fds=[server.fileno(), *passed],
                 process_group=0,  # else Ctrl-C in a terminal would reach the ranks twice
             )
-        except BaseException:
-            self._server.close()
-            self._port.close()
-            for mine, _ in pipes:
-                mine.close()
-            if self._output:
-                self._output.close()
-            raise
-        finally:
+            opened.callback(self._end_server)
             theirs.close()
-            for _, end in pipes:
-                end.close()
-            if self._output:
-                self._output.close_theirs()
-        self.ranks: list[_Rank] = []
-        try:
-            self._server.send_bytes(pickle.dumps(request))
-            pids = self._server.recv()
-            self.ranks = [_Rank(pid, end) for pid, (end, _) in zip(pids, pipes, strict=True)]
-            self._server.send_bytes(b"opened")
-        except (EOFError, OSError) as exc:
-            self.kill()
-            raise R2cclError(
-                f"{who}: the process that forks the ranks exited early "
-                f"({describe_exit(self._process.returncode)}); look at its output"
-            ) from exc
-        except BaseException:
-            self.kill()
-            raise
+            self.ranks: list[_Rank] = []
+            try:
+                self._server.send_bytes(pickle.dumps(request))
+                for pid, (end, _) in zip(self._server.recv(), pipes, strict=True):
+                    self.ranks.append(_Rank(pid, end))
+                    opened.callback(self.ranks[-1].close)
+                self._server.send_bytes(b"opened")
+            except (EOFError, OSError) as exc:
+                opened.close()
+                raise R2cclError(
+                    f"{who}: the process that forks the ranks exited early "
+                    f"({describe_exit(self._process.returncode)}); look at its output"
+                ) from exc
+            self._opened = opened.pop_all()
 
     def wait(self, connections: Iterable[Connection], until_s: float) -> list[Connection]:
         """Wait until one of `connections` is readable; meanwhile forward the output of the ranks.
@@ -449,14 +442,19 @@ class RankProcesses:
 
     def kill(self) -> None:
         """Kill the server, and thereby its ranks, unless they have exited; free all resources."""
+        self._opened.close()
+
+    def _end_server(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._server.close()
-        self._port.close()
-        for each in self.ranks:
-            each.close()
-        if self._output:
-            self._output.close()
+
+
+def _pipe(
+    mine: contextlib.ExitStack, theirs: contextlib.ExitStack
+) -> tuple[Connection, Connection]:
+    """Return the ends of a pipe, the first closed by `mine` and the second by `theirs`."""
+    first, second = multiprocessing.Pipe()
+    return mine.enter_context(first), theirs.enter_context(second)
 
 
 class _RemoteTraceback(Exception):

@@ -35,7 +35,11 @@ class ControlLoop:
         self.loop = asyncio.SelectorEventLoop(self._selector)
         self.loop.set_exception_handler(_log_exception)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # this process has too many threads
+            self.loop.close()
+            raise
 
     def is_current(self) -> bool:
         """Return True if the caller runs in the control thread."""

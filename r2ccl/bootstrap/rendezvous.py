@@ -38,7 +38,6 @@ from r2ccl.bootstrap import dialing, naming, wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.branch import Branch
 from r2ccl.bootstrap.greetings import (
-    Greeting,
     Hello,
     Meeting,
     MeetingFailed,
@@ -169,13 +168,13 @@ class _Member:
 
     async def _join(self, sock: socket.socket, secret: Secret, branch: Branch) -> Meeting:
         if self._unlistenable is not None:
-            await self._tell_failure(sock, self._unlistenable)
+            await self._report(sock, self._unlistenable)
             raise self._unlistenable
         welcome = self._take(Welcome, await wire.receive_message(sock))
         try:
             own = self._prepare(welcome.is_on_one_host, _own_address(sock))
         except R2cclError as exc:
-            await self._tell_failure(sock, exc)
+            await self._report(sock, exc)
             raise
         peers = await branch.exchange(own, secret, sock, welcome)
         return Meeting(welcome.communicator_id, secret, peers)
@@ -252,13 +251,9 @@ class _Member:
             raise message.error(self._hello.rank)
         return expect(kind, body)
 
-    async def _tell_failure(self, sock: socket.socket, failure: R2cclError) -> None:
-        """Tell rank 0 why this rank cannot join, unless the connection has failed, too."""
-        with contextlib.suppress(OSError):
-            await self._say(sock, MeetingFailed(str(failure)))
-
-    async def _say(self, sock: socket.socket, message: Greeting) -> None:
-        await wire.send_message(sock, encode(message))
+    async def _report(self, sock: socket.socket, failure: R2cclError) -> None:
+        with contextlib.suppress(OSError):  # rank 0 is lost: this rank still raises its own error
+            await wire.send_message(sock, encode(MeetingFailed(str(failure))))
 
     def _where(self) -> str:
         return f"{self._identity.address}:{self._identity.port}"

@@ -24,6 +24,7 @@ from r2ccl.errors import InternalError, InvalidArgument
 _log = logging.getLogger("r2ccl.bootstrap")
 
 _MAX_FILE_NBYTES = 256
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class SecretSource(Protocol):
@@ -78,7 +79,8 @@ class RuntimeFileSecret:
 
     def __init__(self, env: Mapping[str, str], address: str, port: int, is_leader: bool) -> None:
         self._folder = _runtime_folder(env)
-        self._name = f"secret-{address.replace(':', '_').replace('/', '_')}-{port}"
+        name = f"secret-{address.replace(':', '_').replace('/', '_')}-{port}"
+        self._file = self._folder / name
         self._secret = Secret(secrets.token_bytes(SECRET_NBYTES)) if is_leader else None
 
     def current(self) -> Secret | None:
@@ -96,12 +98,15 @@ class RuntimeFileSecret:
             return self._secret
         try:
             with _open_folder(self._folder) as folder:
-                return _read_secret(self._folder / self._name, folder)
+                return self._read(folder)
         except FileNotFoundError:
             return None
         except OSError as exc:
-            file = self._folder / self._name
-            raise _untrusted(file, f"cannot be opened ({exc.strerror})") from exc
+            raise _untrusted(self._file, f"cannot be opened ({exc.strerror})") from exc
+
+    def _read(self, folder: int) -> Secret:
+        fd = os.open(self._file.name, _READ_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
+        return _read_secret(fd, str(self._file))
 
     def publish(self) -> None:
         """Write the file atomically; only rank 0 may call this.
@@ -122,25 +127,25 @@ class RuntimeFileSecret:
 
     def _write(self, text: str) -> None:
         with _open_folder(self._folder) as folder:
-            draft = f".{self._name}.{os.getpid()}.{secrets.token_hex(4)}"
+            draft = f".{self._file.name}.{os.getpid()}.{secrets.token_hex(4)}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with open(os.open(draft, flags, 0o600, dir_fd=folder), "w") as file:
                 file.write(text)
-            os.replace(draft, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.replace(draft, self._file.name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def retract(self) -> None:
         """Remove the file if it still holds this job's secret; log a warning if that fails."""
         try:
             with _open_folder(self._folder) as folder:
-                found = _read_secret(self._folder / self._name, folder)
+                found = self._read(folder)
                 if self._secret is not None and found.hex() == self._secret.hex():
-                    os.unlink(self._name, dir_fd=folder)
+                    os.unlink(self._file.name, dir_fd=folder)
         except FileNotFoundError:
             return
         except (OSError, InvalidArgument) as exc:
             _log.warning(
                 "rank 0: cannot remove %s, which may hold the secret of this job (%s): remove it",
-                self._folder / self._name, exc,
+                self._file, exc,
             )  # fmt: skip
 
 
@@ -154,7 +159,7 @@ def read_secret_file(path: str) -> Secret:
         other users, or does not hold a secret.
     """
     try:
-        return _read_secret(Path(path), None)
+        return _read_secret(os.open(path, _READ_FLAGS), path)
     except OSError as exc:
         raise InvalidArgument(
             f"R2CC_SECRET_FILE={path!r} cannot be read: {exc.strerror}; check the path, or make "
@@ -162,13 +167,8 @@ def read_secret_file(path: str) -> Secret:
         ) from exc
 
 
-def _read_secret(path: Path, folder: int | None) -> Secret:
-    """Read the file `path`; with `folder`, a descriptor of its directory, it must not be a link."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    if folder is None:
-        fd = os.open(path, flags)
-    else:
-        fd = os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=folder)
+def _read_secret(fd: int, path: str) -> Secret:
+    """Read the secret from the open file `fd`, and close it; `path` is its name in errors."""
     try:
         status = os.fstat(fd)
         is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
@@ -179,7 +179,7 @@ def _read_secret(path: Path, folder: int | None) -> Secret:
                 f"this one has owner {status.st_uid}, mode {stat.filemode(status.st_mode)}: "
                 f"`chmod 600 {path}`, or use a regular file that this user owns"
             )
-        return Secret.from_hex(os.read(fd, _MAX_FILE_NBYTES).decode("ascii", "replace"), str(path))
+        return Secret.from_hex(os.read(fd, _MAX_FILE_NBYTES).decode("ascii", "replace"), path)
     finally:
         os.close(fd)
 

@@ -229,7 +229,7 @@ class _Listeners:
                 f"rank {self._rank}: no usable network interface was found for a rail: set "
                 "R2CC_SOCKET_IFNAME to one or more that are up, such as eth,ib or =eth0"
             )
-        for nic in self.nics:  # one by one, so that `close` finds all sockets after an error
+        for nic in self.nics:  # `close` closes those that were opened before an error
             self._rails.append(self._open(wire.listen, nic.address, nic.name))
             self._probes.append(self._open(wire.reserve_port, nic.address, nic.name))
         self._control.append(self._open(wire.listen, control_address, "control"))

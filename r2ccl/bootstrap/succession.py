@@ -93,7 +93,7 @@ class Succession:
         rails = self._common_rails(members, infos)
         secret, communicator_id = derive(old.setting.secret, old.communicator_id, members, attempt)
         rank = members.index(old.rank)
-        loop = ControlLoop(f"r2ccl-control-{rank}")
+        loop = ControlLoop(f"r2ccl-control-{rank}")  # if it fails, `close` closes the sockets
         listeners, probes = self._hand_over(rails)
         try:
             return ControlPlane(

@@ -116,19 +116,21 @@ class _Agent:
     async def run(self) -> int:
         """Serve the launcher until the ranks or the link end, or `leave` is called; end the ranks.
 
-        Return the exit status of the agent.
+        Return the exit status of the agent. Raise the first error of a task, which ends the agent:
+        the launcher could not continue without the answers of the task.
         """
         obeying = asyncio.create_task(self._obey())
         leaving = asyncio.create_task(self._is_leaving.wait())
         await asyncio.wait([obeying, leaving], return_when=asyncio.FIRST_COMPLETED)
-        is_done = self._attending is not None and self._attending.done()
+        ended = [each for each in (obeying, self._attending, self._feeding) if each and each.done()]
+        is_done = self._attending in ended and self._attending.exception() is None
         if not is_done:
             await self._end_ranks()
         await self._link.close()
         for task in (obeying, leaving):
             task.cancel()
-        if obeying.done() and not obeying.cancelled():
-            obeying.result()
+        for task in ended:
+            task.result()
         return 0 if is_done else 1
 
     async def _obey(self) -> None:
@@ -161,13 +163,19 @@ class _Agent:
         self._attending = asyncio.create_task(self._attend(self._ranks))
 
     async def _attend(self, ranks: HostRanks) -> None:
-        await ranks.attend()
-        self.leave()
+        try:
+            await ranks.attend()
+        finally:
+            self.leave()
 
     async def _feed(self, data: bytes) -> None:
         """Write input to rank 0 and answer; this is a task, because rank 0 may be slow to read."""
         assert self._ranks is not None
-        await self._ranks.feed(data)
+        try:
+            await self._ranks.feed(data)
+        except Exception:
+            self.leave()
+            raise
         await self._link.send(InputTaken())
 
     async def _end_ranks(self) -> None:

@@ -31,10 +31,10 @@ class DoctorFindings(msgspec.Struct, frozen=True):
 class Capabilities(msgspec.Struct, frozen=True):
     """Rails, transports within the host, and GPUs that ranks on this machine will use.
 
-    ``rdma`` and ``tcp`` name the rails between hosts, except the last-resort rail and rails that
-    are declared failed. ``shm`` is True if ranks of this host share memory, ``loopback`` if they
-    can use TCP among themselves. Both are False if `r2ccl.init` refuses the settings. ``gpus`` are
-    the numbers of the GPUs whose memory collectives accept.
+    ``rdma`` and ``tcp`` name the rails between hosts, except the last-resort rail, rails that are
+    declared failed, and loopback. ``shm`` is True if ranks of this host share memory, ``loopback``
+    if they can use TCP among themselves. Both are False if `r2ccl.init` refuses the settings.
+    ``gpus`` are the numbers of the GPUs whose memory collectives accept.
     """
 
     rdma: tuple[str, ...]
@@ -73,11 +73,13 @@ def capabilities_of(
         rails = [rail for rail in local_rails(facts, config) if not rail.is_failed]
     except InvalidArgument:  # reported among the findings about rails
         rails = []
+    inside = [each.name for each in facts.interfaces if each.is_loopback]
+    tcp = [r.name for r in rails if not (r.is_rdma or r.is_last_resort or r.name in inside)]
     is_accepted = _is_accepted(facts, config)
     can_use_verbs = is_usable(findings.verbs)
     return Capabilities(
         rdma=tuple(rail.name for rail in rails if rail.is_rdma and can_use_verbs),
-        tcp=tuple(dict.fromkeys(r.name for r in rails if not r.is_rdma and not r.is_last_resort)),
+        tcp=tuple(dict.fromkeys(tcp)),
         shm=is_accepted and findings.sharing.level == "ok",
         loopback=is_accepted,
         gpus=tuple(

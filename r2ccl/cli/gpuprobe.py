@@ -13,7 +13,7 @@ import ctypes
 import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -183,10 +183,14 @@ def map_apart(handles: Sequence[tuple[int, bytes]]) -> list[str]:
     """Map allocations of this process in another process: the `Mapper` for real GPUs."""
     code = f"from r2ccl.cli.gpuprobe import map_all\nmap_all({list(handles)!r})"
     ended = run(code, timeout_s=_MAP_TIMEOUT_S, is_inner=True)
-    if ended.error:
-        return [f"the process that mapped the memory failed: {ended.error}"] * len(handles)
-    # Libraries may print lines of their own before.
-    return msgspec.json.decode(ended.said.strip().rpartition("\n")[2], type=list[str])
+    errors: list[str] = []
+    for line in ended.said.splitlines():
+        with suppress(msgspec.DecodeError):  # output of a library
+            errors = msgspec.json.decode(line, type=list[str])
+    if not ended.error and len(errors) == len(handles):
+        return errors
+    why = ended.error or "no result"
+    return [f"the process that mapped the memory failed: {why}"] * len(handles)
 
 
 def map_all(handles: Sequence[tuple[int, bytes]]) -> None:

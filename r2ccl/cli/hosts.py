@@ -16,7 +16,7 @@ from r2ccl.errors import InvalidArgument
 _HOST = re.compile(
     r"(?P<name>(?:[\w.]+@)?(?:\[[\da-fA-F:.]+(?:%\w+)?\]|\w[\w.-]*))(?::(?P<slots>\d+))?"
 )
-_SLOTS = re.compile(r"(slots|max_slots|max-slots)=(\d+)")
+_SLOTS = re.compile(r"slots=(?P<slots>\d+)|max[_-]slots=\d+")
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
@@ -71,8 +71,9 @@ def parse_hosts(text: str) -> list[JobHost]:
 def read_hostfile(path: str) -> list[JobHost]:
     """Return the hosts of a file with lines like ``a slots=4`` (Open MPI) or ``a:4`` (MPICH).
 
-    Text after ``#`` is ignored. A host has one slot by default. A host that is listed several times
-    is returned once, with the sum of its slots.
+    Text after ``#`` is ignored. A host has one slot by default. ``max_slots``, Open MPI's limit for
+    hosts that get more ranks than slots, has no effect, because no host gets more here. A host that
+    is listed several times is returned once, with the sum of its slots.
 
     Raises
     ------
@@ -89,13 +90,11 @@ def read_hostfile(path: str) -> list[JobHost]:
         if not words:
             continue
         match, where = _HOST.fullmatch(words[0]), f"--hostfile {path!r}, line {number}"
-        slots = [_SLOTS.fullmatch(word) for word in words[1:]]
-        if match is None or None in slots:
+        options = [_SLOTS.fullmatch(word) for word in words[1:]]
+        if match is None or None in options:
             raise InvalidArgument(f"{where}: {line!r}: allowed is NAME slots=N, or NAME:N")
-        counts = {each[1]: int(each[2]) for each in slots if each is not None}
-        # A maximum alone is the number of slots.
-        usual = next(iter(counts.values()), int(match["slots"] or 1))
-        found.append(_host(match["name"], counts.get("slots", usual), where))
+        given = [each["slots"] for each in (*options, match) if each is not None and each["slots"]]
+        found.append(_host(match["name"], int(given[0]) if given else 1, where))
     if not found:
         raise InvalidArgument(f"--hostfile {path!r} names no host: write lines like `a slots=4`")
     return _merged(found)

@@ -15,6 +15,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -234,7 +235,6 @@ def _by_hand(
             options += ["--env", f"{name}={value}"]
     options += ["--keep-going"] * args.keep_going
     options += ["--tag", args.tag] if args.tag != "auto" else []
-    options += ["--json", str(args.json)] if args.json is not None else []
     command = ["-m", *program.words] if program.is_module else ["--", *program.words]
     lines = [
         f"# {file} must hold the same secret on every host. To make it, and to copy it:",
@@ -243,12 +243,23 @@ def _by_hand(
     ]
     for place_, name in enumerate(names):
         stdin = ["--stdin"] * (args.stdin and place_ == 0)
-        words = ["r2ccl", "launch", *options, "--node-rank", str(place_), *stdin, *command]
+        json = _json_option(args.json, place_, len(names))
+        words = ["r2ccl", "launch", *options, *json, "--node-rank", str(place_), *stdin, *command]
         lines += [
             f"# on {name}:",
             f"cd {shlex.quote(program.folder)} && R2CC_SECRET_FILE={file} {shlex.join(words)}",
         ]
     return "\n".join(lines)
+
+
+def _json_option(path: Path | None, place_: int, nhosts: int) -> list[str]:
+    """Return the option ``--json`` of the host `place_`, with a file name of its own.
+
+    Each host writes the ends of its own ranks, and the hosts may share the folder.
+    """
+    if path is None:
+        return []
+    return ["--json", str(path if nhosts == 1 else path.with_stem(f"{path.stem}-{place_}"))]
 
 
 async def _run_share(

@@ -43,15 +43,18 @@ def check_file(path: Path) -> None:
     Raises
     ------
     InvalidArgument
-        If the file cannot be written, or its folder is missing.
+        If the file cannot be written, or its folder is missing; or if it is a named pipe, which
+        would block this process until another one reads it.
     """
+    if path.resolve().is_fifo():
+        raise _not_written(path, "it is a named pipe")
     try:
         is_new = not path.exists()
         path.open("a").close()
         if is_new:
             path.unlink()
     except OSError as exc:
-        raise _not_written(path, exc) from exc
+        raise _not_written(path, exc.strerror) from exc
 
 
 def write_file(path: Path, document: Any) -> None:
@@ -67,7 +70,7 @@ def write_file(path: Path, document: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text + b"\n")
     except OSError as exc:
-        raise _not_written(path, exc) from exc
+        raise _not_written(path, exc.strerror) from exc
 
 
 def write_result(path: Path, **fields: Any) -> None:
@@ -81,10 +84,9 @@ def write_result(path: Path, **fields: Any) -> None:
     write_file(path, {"version": VERSION, **fields})
 
 
-def _not_written(path: Path, exc: OSError) -> InvalidArgument:
+def _not_written(path: Path, why: str | None) -> InvalidArgument:
     return InvalidArgument(
-        f"--json {path} cannot be written ({exc.strerror}): give the path of a file in a writable "
-        "folder"
+        f"--json {path} cannot be written ({why}): give the path of a file in a writable folder"
     )
 
 

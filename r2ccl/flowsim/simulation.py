@@ -127,7 +127,7 @@ def simulate(
     program = schedule if isinstance(schedule, Program) else compile_schedule(schedule)
     _check_sizes(nbytes, itemsize, slice_nbytes, nslices, counts)
     if counts and len(counts) != program.nparts:
-        raise _wrong("counts", counts, f"one number for each of {program.nparts} parts")
+        raise _wrong("counts", counts, f"one number for each of the {program.nparts} parts")
     _check(program, network, sharing, tolerance)
     sizes = Sizes(nbytes // itemsize, itemsize, slice_nbytes, nslices, counts)
     chunks = cut_chunks(program, sizes, weights or program.weights)

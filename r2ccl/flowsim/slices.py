@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     nslices : int
         Maximum number of slices per chunk; 0 if `slice_nbytes` is given.
     counts : sequence of int
-        Elements of each part of the buffer. Empty: ``program.nparts`` equal parts.
+        Elements of each of the ``program.nparts`` parts of the buffer. Empty: equal parts.
     """
 
     nelements: int
@@ -69,7 +69,7 @@ def cut_chunks(program: Program, sizes: Sizes, weights: Sequence[int]) -> Record
         program.nchunks,
         weights,
         sizes.itemsize,
-        len(sizes.counts) or program.nparts,
+        program.nparts,
         parts=consecutive(sizes.counts),
     )
     counts = np.array([hi - lo for channel in pieces for lo, hi in channel], np.int64)

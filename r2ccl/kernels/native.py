@@ -222,8 +222,7 @@ def _address_of_symbol(name: str) -> int:
             return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
     raise TransportError(
         f"neither Python nor libc has {name}, which compiled code needs; please report "
-        "this with the versions of Python and libc",
-        status="NO_SHARED_MEMORY",
+        "this with the versions of Python and libc"
     )
 
 

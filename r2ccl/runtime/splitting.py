@@ -84,8 +84,19 @@ def create_among(participant: Participant, ranks: Sequence[int], allgather: Allg
         )
     if not callable(allgather):
         raise InvalidArgument(f"allgather={allgather!r}; give a function that gathers bytes")
+
+    def checked(data: bytes) -> Sequence[bytes]:
+        rows = allgather(data)
+        is_list = isinstance(rows, Sequence) and len(rows) == len(chosen)
+        if not is_list or not all(isinstance(row, bytes | bytearray | memoryview) for row in rows):
+            raise InvalidArgument(
+                f"allgather returned {rows!r:.200}; it must return the bytes of each of the "
+                f"{len(chosen)} ranks"
+            )
+        return rows
+
     key = chosen.index(engine.rank)
-    part = agree(engine, allgather, 0, key, engine.config.timeout_s, chosen)
+    part = agree(engine, checked, 0, key, engine.config.timeout_s, chosen)
     assert part is not None
     return part
 

@@ -170,6 +170,19 @@ def test_a_file_that_cannot_be_taken_back_is_logged(
     assert f"rank 0: cannot remove {file}" in caplog.text
 
 
+def test_a_runtime_file_is_named_with_its_folder(tmp_path: Path) -> None:
+    leader, member = sources(tmp_path)
+    leader.publish()
+    (file,) = (tmp_path / "r2ccl").iterdir()
+    file.chmod(0o644)
+    with pytest.raises(InvalidArgument, match=f"`chmod 600 {file}`"):
+        member.current()
+    file.chmod(0o600)
+    file.write_text("no secret")
+    with pytest.raises(InvalidArgument, match=str(file)):
+        member.current()
+
+
 def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r2ccl").mkdir()
     (tmp_path / "r2ccl").chmod(0o755)

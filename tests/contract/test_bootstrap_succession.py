@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -155,6 +157,22 @@ def test_without_a_common_rail_it_is_said_and_nothing_stays_open(
     other.close()
     assert opened
     assert all(sock.fileno() == -1 for sock in opened)
+
+
+def test_without_a_control_thread_nothing_stays_open(
+    planes: list[ControlPlane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.listdir("/proc/self/fd")
+    succession = Succession(planes[0])
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread") as caught:
+        succession.make({0: b""})
+    succession.close()
+    assert os.listdir("/proc/self/fd") == before, caught
 
 
 def test_members_communicator_secret_and_attempt_all_count() -> None:

@@ -61,7 +61,7 @@ def test_communicators_need_no_descriptors_and_no_threads() -> None:
 def test_misuse_is_refused_and_the_job_stays_usable() -> None:
     (found, _) = launch(programs.misused, 2, timeout_s=TIMEOUT_S)
     assert [line.partition(":")[0] for line in found] == [
-        *["InvalidArgument"] * 18, *["CommunicatorRevoked"] * 3,
+        *["InvalidArgument"] * 23, *["CommunicatorRevoked"] * 3,
     ]  # fmt: skip
     assert "rank 0, which calls create_among(), must be among them" in found[4]
 

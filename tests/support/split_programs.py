@@ -138,6 +138,8 @@ def misused() -> list[str]:
             (comm.explain, 1.5), (comm.explain, "x"), (comm.explain, -1), (comm.exclude, 0, None),
             (comm.dump_on_signal, "USR1"), (comm.dump_on_signal, None), (child.abort, None),
             (comm.abort, ValueError("x")), (comm.revoke, 3),
+            *((comm.create_among, [comm.rank], lambda data, rows=rows: rows)
+              for rows in (None, "x", ["x"], [], b"x")),
         ):  # fmt: skip
             refused(fn, *given)
         child.allreduce(np.ones(2))

@@ -52,6 +52,14 @@ def test_a_switch_may_be_a_number(given: Any) -> None:
     assert Config.from_env({}, shm=given) == Config(shm="0")
 
 
+@pytest.mark.parametrize(
+    ("name", "given"), [("rails", None), ("timeout_s", "1"), ("debug", 3), ("secret", b"x")]
+)
+def test_a_config_refuses_values_of_other_types(name: str, given: Any) -> None:
+    with pytest.raises(InvalidArgument, match=rf"\(R2CC_{name.upper()}.*\): allowed is"):
+        Config(**{name: given})
+
+
 @pytest.mark.parametrize(("name", "given"), [("mode", 4), ("mode", True), ("shm", 2), ("ipc", 1.0)])
 def test_a_number_that_is_no_value_is_refused(name: str, given: Any) -> None:
     with pytest.raises(InvalidArgument, match=rf"\(R2CC_{name.upper()}\): allowed is"):

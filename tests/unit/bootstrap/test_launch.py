@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.limits import no_descriptor_left
 
 from r2ccl.bootstrap.launch import JobShare, LocalJob, describe_exit, launch
 from r2ccl.bootstrap.logs import TERMINAL_VARIABLE
 from r2ccl.bootstrap.pool import launch_pool
 from r2ccl.cli import make_parser
 from r2ccl.cli.rankprocs import HostRanks, JobCommand
+from r2ccl.cli.results import check_file
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, R2cclError, TransportTimeout
 
 WAIT_S = 20.0
@@ -233,6 +235,27 @@ def test_output_of_ranks_is_captured_with_that_of_the_caller(
 ) -> None:
     launch(lambda: (print("out"), print("err", file=sys.stderr), None)[-1], 1, timeout_s=WAIT_S)
     assert capsys.readouterr() == ("out\n", "err\n")
+
+
+def open_descriptors() -> list[str]:
+    return os.listdir("/proc/self/fd")
+
+
+@pytest.mark.parametrize("spare", [10, 20, 28], ids=["output", "results", "server"])
+def test_a_launch_without_descriptors_leaves_none_open(
+    spare: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = open_descriptors()
+    with no_descriptor_left(spare), pytest.raises(OSError, match="Too many open files") as caught:
+        launch(os.getpid, 4)
+    assert open_descriptors() == before, caught  # whose traceback holds what the call has made
+
+
+def test_a_server_that_exits_early_leaves_none_open(capfd: pytest.CaptureFixture[str]) -> None:
+    before = open_descriptors()
+    with pytest.raises(R2cclError, match="exited early") as caught:
+        launch(os.getpid, 2, env={"PYTHONHOME": "/missing"})
+    assert open_descriptors() == before, caught
 
 
 def test_an_interrupt_of_the_launcher_reaches_every_rank_once() -> None:
@@ -613,6 +636,26 @@ def test_the_end_of_each_rank_is_written_as_json(
     assert [(each["rank"], each["status"]) for each in found["ranks"]] == [(0, 0), (1, -9)]
     assert {each["host"] for each in found["ranks"]} == {socket.gethostname()}
     assert found["failure"].startswith("rank 1: ")
+
+
+def test_a_json_file_that_is_a_named_pipe_is_refused(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(InvalidArgument, match="is a named pipe"):
+            check_file(pipe)
+    finally:
+        os.close(reader)
+
+
+def test_a_json_file_may_be_the_output_of_the_launcher() -> None:
+    reader, writer = os.pipe()
+    try:
+        check_file(Path(f"/dev/fd/{writer}"))
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def test_a_json_file_in_a_missing_folder_is_refused(

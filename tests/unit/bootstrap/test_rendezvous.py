@@ -234,6 +234,25 @@ def test_ranks_without_rails_are_named_on_all(broken: set[int]) -> None:
     run(main)
 
 
+def test_a_rank_raises_its_own_error_if_rank_0_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(rank: int) -> PeerInfo:
+        if rank == 1:
+            raise InvalidArgument("rank 1: there is no rail")
+        return info_of(rank)
+
+    async def lost(sock: socket.socket, body: bytes) -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(wire, "send_message", lost)
+
+    async def main() -> None:
+        _, error = await fail_together(Ranks(2), prepare)
+        assert isinstance(error, InvalidArgument)
+        assert str(error) == "rank 1: there is no rail"
+
+    run(main)
+
+
 def test_an_error_of_rank_0_itself_keeps_its_class_and_text() -> None:
     own = TransportError("rank 0: no descriptor is left", status="EMFILE")
     ranks = Ranks(3)

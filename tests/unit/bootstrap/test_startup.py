@@ -1,6 +1,7 @@
 """Variables that a user misspells are named, with the setting that was meant."""
 
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from r2ccl.bootstrap.messages import Codec
 from r2ccl.bootstrap.startup import connect, unknown
 from r2ccl.config import Config
+from r2ccl.errors import InvalidArgument
 from r2ccl.types import Nic
 
 ROOT = Path(__file__).parents[3]
@@ -72,3 +74,12 @@ def test_rank_0_warns_of_each_once(caplog: pytest.LogCaptureFixture) -> None:
     assert record.getMessage() == (
         "R2CC_TIMEOUTS_S is no setting of r2ccl and has no effect: did you mean R2CC_TIMEOUT_S?"
     )
+
+
+def test_listeners_are_closed_if_one_cannot_be_opened() -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    rails = (Nic("lo", "127.0.0.1"), Nic("eth9", "192.0.2.1"))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(InvalidArgument, match=re.escape("192.0.2.1")) as caught:
+        connect(Config.from_env(env), codec=Codec(Note), nics_for=lambda *_: rails, env=env)
+    assert os.listdir("/proc/self/fd") == before, caught

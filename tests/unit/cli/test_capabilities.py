@@ -71,6 +71,12 @@ def test_the_last_resort_is_not_listed() -> None:
     assert found(socket_ifname="eth0", last_resort="eth1").tcp == ("eth0",)
 
 
+def test_loopback_is_no_rail_between_hosts() -> None:
+    uses = found(socket_ifname="=lo")
+    assert uses == Capabilities((), (), shm=True, loopback=True, gpus=())
+    assert "nothing between hosts" in str(uses)
+
+
 def test_a_gpu_whose_kernels_fail_is_not_used() -> None:
     bad = msgspec.structs.replace(GPU, ordinal=1, kernel_error="no compiler")
     untried = msgspec.structs.replace(GPU, ordinal=2, open_error=None, kernel_error=None)

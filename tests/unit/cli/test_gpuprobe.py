@@ -306,6 +306,20 @@ def test_a_process_that_dies_while_it_maps_is_the_reason(monkeypatch: pytest.Mon
     )
 
 
+@pytest.mark.parametrize(
+    ("said", "errors"),
+    [
+        ('cuda: a warning\n["","no"]\n[1]\n', ["", "no"]),
+        ("cuda: a warning\n", ["the process that mapped the memory failed: no result"] * 2),
+    ],
+)
+def test_lines_of_a_library_are_no_result_of_the_mapping(
+    monkeypatch: pytest.MonkeyPatch, said: str, errors: list[str]
+) -> None:
+    monkeypatch.setattr(gpuprobe, "run", lambda code, **more: Ended(said, ""))
+    assert gpuprobe.map_apart([(0, bytes(64)), (1, bytes(64))]) == errors
+
+
 # dma-buf and NICs
 
 

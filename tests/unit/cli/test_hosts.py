@@ -57,6 +57,15 @@ def test_host_files_of_both_kinds_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "slots"), [("a max_slots=8 slots=4", 4), ("a:2 max-slots=8", 2), ("a max_slots=8", 1)]
+)
+def test_a_maximum_of_slots_is_not_their_number(tmp_path: Path, line: str, slots: int) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(line)
+    assert read_hostfile(str(file)) == [JobHost("a", slots)]
+
+
+@pytest.mark.parametrize(
     ("text", "message"), [("a slots=x", "line 1"), ("a\nb cpus=2", "line 2"), ("#\n", "no host")]
 )
 def test_a_malformed_host_file_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -5,7 +5,9 @@ A stand-in takes the place of ssh. The hosts are addresses of the loopback inter
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import select
 import shlex
 import signal
@@ -20,7 +22,11 @@ import pytest
 from support.slow import slow_but
 from support.stand_ins import StandIns
 
+from r2ccl.bootstrap.launch import JobShare
 from r2ccl.cli import make_parser
+from r2ccl.cli.agent import _Agent
+from r2ccl.cli.agentlink import AgentLink, FromAgent, Input, LinkEnded, Start, ToAgent
+from r2ccl.cli.rankprocs import HostRanks, JobCommand
 from r2ccl.errors import InvalidArgument, R2cclError
 
 WAIT_S = 60.0
@@ -201,6 +207,38 @@ def test_a_host_that_cannot_start_is_named(ssh: str, what: str) -> None:
         run("--hosts", HOSTS, "--ssh", ssh, *arguments)
 
 
+@pytest.mark.parametrize("what", ["attend", "feed"])
+def test_an_agent_that_cannot_go_on_ends_with_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async def fail(self: HostRanks, *given: bytes) -> None:
+        raise OSError("cannot go on")
+
+    monkeypatch.setattr(HostRanks, what, fail)
+    share = JobShare(1, 0, 1, "127.0.0.1", 1, "5e" * 32)
+    program = JobCommand(("sleep", "600"), False, {}, "/", True)
+
+    async def receive_all(link: AgentLink[FromAgent]) -> None:
+        while True:
+            await link.receive()
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        link = AgentLink[FromAgent](FromAgent, *await asyncio.open_connection(sock=ours))
+        other = AgentLink[ToAgent](ToAgent, *await asyncio.open_connection(sock=theirs))
+        running = asyncio.create_task(_Agent(other).run())
+        await link.send(Start(share, program))
+        await link.send(Input(b"x"))
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(OSError, match="cannot go on"):
+                await running
+            with pytest.raises(LinkEnded):
+                await receive_all(link)
+        await link.close()
+
+    asyncio.run(main())
+
+
 def test_the_first_host_must_be_known_by_a_name_for_others() -> None:
     with pytest.raises(InvalidArgument, match="the first host is localhost"):
         run("--hosts", "localhost:1,b:1", "true")
@@ -239,6 +277,18 @@ def test_the_commands_by_hand_start_one_job(
     assert [process.returncode for process in started] == [0, 0]
     assert outputs == [f"[{rank}] {expected.format(rank)}\n" for rank in range(2)]
     assert secret.read_text().strip() not in text
+
+
+def test_the_commands_by_hand_write_different_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.json"
+    assert run("--hosts", HOSTS, "--by-hand", "--json", str(file), "true") == 0
+    text = capfd.readouterr().out
+    files = re.findall(r"--json (\S+)", text)
+    assert files == [f"{tmp_path}/job-0.json", f"{tmp_path}/job-1.json"]
+    assert run("--hosts", "a", "--by-hand", "--json", str(file), "true") == 0
+    assert f"--json {file} " in capfd.readouterr().out
 
 
 def test_the_commands_by_hand_contain_no_secret(

@@ -237,8 +237,9 @@ def _inode(fd: int) -> int:
 def test_a_missing_symbol_is_an_error() -> None:
     code = compile_function(lambda count: count + 1, "alone")
     lacking = msgspec.structs.replace(code, externals=("r2ccl_has_no_such_symbol",))
-    with pytest.raises(TransportError, match="nor libc has r2ccl_has_no_such_symbol"):
+    with pytest.raises(TransportError, match="nor libc has r2ccl_has_no_such_symbol") as caught:
         native._Linker().load(lacking)
+    assert caught.value.status == ""
 
 
 def test_threads_that_load_code_at_once_share_a_linker(monkeypatch: pytest.MonkeyPatch) -> None:
