@@ -24,7 +24,7 @@ _OP_NAMES = {
     "AND_": "BAND", "OR_": "BOR", "XOR": "BXOR",
 }  # fmt: skip
 
-#: By the library of ``x``: what to pass instead.
+#: Replacements for an argument ``x`` that messages advise to pass, by the library of ``x``.
 _CONTIGUOUS = {"torch": "x.contiguous()", "cupy": "cupy.ascontiguousarray(x)"}
 _COPY = {
     "torch": "x.clone()", "jax": "np.array(x)", "jaxlib": "np.array(x)", "builtins": "bytearray(x)",
@@ -115,7 +115,10 @@ def misplaced(out: object) -> InvalidArgument | None:
 
 
 def _jax_reason(x: Any) -> str:
-    """Return why `x`, if it is an array of JAX, cannot be viewed, and what to do; or ""."""
+    """Return why the array `x` of JAX cannot be viewed, and what to do.
+
+    "" if `x` is not of JAX, or no reason is known.
+    """
     jax = sys.modules.get("jax")
     if jax is None or not isinstance(x, jax.Array):
         return ""
@@ -139,7 +142,7 @@ def _jax_reason(x: Any) -> str:
 
 
 def _op_name(op: object) -> str:
-    """Return the name of the `ReduceOp` that `op` of another library stands for, or ""."""
+    """Return the name of the `ReduceOp` that corresponds to `op`; "" if there is none."""
     module = sys.modules.get(type(op).__module__)
     if module is not None and module.__name__ == "mpi4py.MPI":
         names = (name for name in ReduceOp.__members__ if getattr(module, name, None) == op)

@@ -133,7 +133,7 @@ def barrier(x: Any, out: Any, rank: int) -> Request:
 def broadcast(x: Any, out: Any, root: int, rank: int) -> Request:
     """Validate the arguments of `Communicator.broadcast`; return the call as a `Request`.
 
-    On the root, whose output without `out` is `x`, nothing is written to `x`.
+    On the root, `x` may be read-only: without `out`, it is also the output, but is not written to.
     """
     if rank == root and (out is None or out is x) and not is_jax(x):
         source = output = view(x, writable=False)
@@ -576,7 +576,7 @@ def tag(value: Any, name: str = "tag", *, is_any: bool = False) -> int:
 
 
 def reason_of(why: Any) -> str:
-    """Return the argument ``why``, the reason of the end of a communicator.
+    """Return the argument ``why``, the reason why a communicator ends.
 
     Raises
     ------

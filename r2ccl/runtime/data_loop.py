@@ -189,7 +189,7 @@ class DataLoop:
             self._newcomers.pop()
 
     def _try_to_own(self, timeout_s: float = 0.0) -> bool:
-        """Become the owner, unless another thread stays it for `timeout_s`; return the success."""
+        """Wait up to `timeout_s` seconds to become the owner; return whether this thread is."""
         if not self.owner.acquire(blocking=timeout_s > 0, timeout=timeout_s or -1):
             return False
         self.settle_held()
@@ -297,8 +297,9 @@ class DataLoop:
     def tick(self, now: float) -> None:
         """Call `on_tick` here, or in the thread that owns the loop; for the control thread.
 
-        A call that sleeps or runs in compiled code is not interrupted before the second tick. It
-        runs the timers itself if it waits long; if it ends, its repetition runs them first.
+        A call that sleeps or runs in compiled code is interrupted only at the second tick. Before
+        that, the call runs the timers itself if it waits long. If it ends instead, and is repeated,
+        the repetition runs them first.
         """
         if self._sleeping and not self._is_tick_due:
             self._is_tick_due = True
@@ -380,8 +381,8 @@ class DataLoop:
                 raise
         finally:
             self.release()
-        # Not left to the control thread: it may have ended, and the inbox may say that the
-        # communicators have ended, which the waiting call must see.
+        # The inbox is not left to the control thread, which may have ended. An event in it may end
+        # the communicators, which the waiting call must see.
         self.serve()
 
     # Waits
@@ -504,8 +505,8 @@ class DataLoop:
     ) -> Any:
         """Return ``repeat(x, out, rest)``, which repeats the held call, the last one of `program`.
 
-        Return NotImplemented, and do nothing, if `program` has no held call or the loop has other
-        work.
+        Return NotImplemented, without repeating the call, if `program` has no held call or the loop
+        has other work. If timers are due, run them.
         """
         owner, compiled = self.owner, self.compiled
         assert compiled is not None
@@ -693,7 +694,10 @@ def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> C
 
 
 def _home_of(context: RankContext) -> int:
-    """Return the CPU for a rank that no other rank of its host has; -1 if there are too few."""
+    """Return a CPU for this rank, different from those of the other ranks of its host.
+
+    -1 if the rank is alone on its host, or `home_cpu` finds none.
+    """
     own = [rank for rank, host in enumerate(context.hosts) if host == context.hosts[context.rank]]
     return home_cpu(own.index(context.rank), len(own)) if len(own) > 1 else -1
 

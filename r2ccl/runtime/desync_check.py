@@ -54,7 +54,7 @@ class DesyncCheck:
         self._rank = rank
         self._patience_s = patience_s
         self._control = control
-        #: Signatures of these collectives; None: not known.
+        #: Packed signatures of the collectives in `said`; None: not known.
         self._signatures: dict[int, int | None] = dict.fromkeys(self.said)
         #: Number of the last collective that this rank has reported, or will report, as called, and
         #: its signature.

@@ -332,7 +332,7 @@ class Engine:
         self._loop.submit(self._failover.on_peer_lost, peer, why, last_heard_s)
 
     def on_tick(self, now: float) -> None:
-        """Run the data loop and the timers of failover once; `now` is in seconds."""
+        """Run the data loop and its timers once, see `DataLoop.tick`; `now` is in seconds."""
         self._loop.tick(now)
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
@@ -666,7 +666,9 @@ class Engine:
             self._loop.submit(self._loop.fail, error)
 
     def _connect(self, peers: frozenset[int]) -> None:
-        """Connect and await data paths to those `peers`, ranks of the job, that have none.
+        """Connect data paths to those of `peers` that have none, and wait for these paths.
+
+        `peers` are ranks of the job.
 
         After `STANDBY_S`, one path to each peer is enough. Paths on last-resort rails are connected
         too, but this method does not wait for them: they are used only if all other rails are lost.
@@ -775,7 +777,8 @@ class Engine:
     def _is_last(self) -> bool:
         """Return whether no peer is known to have called a collective that this rank has not.
 
-        For `leave`: the peer would wait for this rank. If there is one, end the communicator.
+        If there is such a peer, end the communicator: the peer would wait for this rank, which is
+        in `leave`.
         """
         rank, own = self._job.rank, self.op
         for peer, op in self.waits.last_ops().items():

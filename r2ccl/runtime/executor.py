@@ -546,7 +546,7 @@ def begin_lanes(runs: Sequence[LaneRun], calls: Calls[Consumer]) -> None:
 
 def are_done(runs: Sequence[LaneRun]) -> bool:
     """Return whether all lanes have ended."""
-    for run in runs:  # noqa: SIM110 - `all` of a generator makes a frame a run
+    for run in runs:  # noqa: SIM110 - `all` would make a generator per call
         if run.remaining:
             return False
     return True

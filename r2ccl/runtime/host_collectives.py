@@ -320,7 +320,7 @@ class HostCollectives:
             # In rank order, a rank's part comes from an allreduce.
             return StagedCall(data, sums, None if call.op == ORDERED_OP else parts, after=after)
         if request.schedule is None and request.is_in_place:
-            copy = self._scratch_like(data)  # their schedules need separate memory
+            copy = self._scratch_like(data)  # the schedule needs separate memory
             return StagedCall(copy, result, parts, BlockCopy(copy, data))
         return StagedCall(data, result, parts)
 

@@ -1,7 +1,8 @@
 """Entry point of the messages of one communicator: checks arguments, sends and receives.
 
-A direct call may return before its message has arrived (`Delayed`). Ctrl-C before the wait for it
-ends the communicator, because the array of the call may still be written.
+A direct call (`r2ccl.runtime.messages.outcome`) may return before its message has arrived; its
+outcome is then `Delayed`, and this module waits for the message. Ctrl-C before that wait ends the
+communicator, because the message may still be written to the array of the call.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ class Participant:
         Raises
         ------
         InvalidArgument
-            If `nbytes` is no integer, or negative.
+            If `nbytes` is not an integer, or is negative.
         """
         size = integer_of(nbytes)
         if size is None or size < 0:

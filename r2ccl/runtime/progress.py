@@ -388,8 +388,8 @@ def _with_count_of(signature: int, other: int) -> int:
 def is_other_call(signature: int, other: int) -> bool:
     """Return whether two packed signatures differ in more than the count.
 
-    The counts of ranks that exchange no slices may differ: each GPU of a node sums another part of
-    the data with the same GPU of other nodes.
+    The counts of ranks that exchange no slices may differ: each GPU of a node reduces a different
+    part of the data, together with the GPUs of the same number on the other nodes.
     """
     return _with_count_of(signature, other) != other
 

@@ -159,7 +159,7 @@ class NetworkRepeats(Repeats):
     def remember_last(
         self, make: Make, x: Any, out: Any, rest: tuple[Any, ...], request: Request
     ) -> None:
-        """Remember the call that has just ended, if it is held and is the second in succession.
+        """Remember the last call, if it is held and the call before it had the same program.
 
         ``make(x, out, *rest)`` made `request`.
         """
@@ -206,7 +206,7 @@ class NetworkRepeats(Repeats):
 
 
 def _key(make: Make, x: Any, array: Any, out: Any, first: Any) -> Hashable:
-    """Return the key of a call, which calls of the same form have, and few others.
+    """Return the key of a call: the same for calls of the same form, and rarely for others.
 
     `array` is a view of the input `x`, and `first` the first argument after the output.
     """

@@ -137,7 +137,7 @@ class Reports:
             Every other rank of the job.
         last_heard : callable
             Maps a rank to the time of its last sign of life, in seconds of the engine's clock; to
-            None if this rank has no session with it.
+            None if this rank has no session with that rank.
         planning : Planning
         memory : MemoryReport
         """

@@ -118,7 +118,7 @@ class Waits:
         )
 
     def for_leaving(self, left: set[int]) -> Pending:
-        """Describe close(), while of the other ranks only those in `left` have called it."""
+        """Describe close(), which waits until the ranks that are not in `left` have called it."""
         ops = self.last_ops()
         return self._blocked("close()", {peer: ops[peer] for peer in ops.keys() - left})
 
@@ -181,7 +181,7 @@ class Waits:
         deadline = caller.since_s + patience.timeout_s
         say_s = caller.since_s + self._suspicion_timeout_s
         caller.waiting = patience
-        # The number last: a report of the call is then made with its own signature.
+        # The number is set last, because another thread may read it and then the signature.
         self.local_signature, self.is_local_part, self.local_op = signature, is_part, op
         try:
             while not resume():
@@ -235,7 +235,7 @@ class Waits:
                 raise timed_out(patience)
 
     def _say_late(self, pending: Pending) -> None:
-        """Log what the call waits for; at INFO only once per `SAY_AGAIN_S` for each rank."""
+        """Log what the call waits for: at INFO once per `SAY_AGAIN_S` and rank, else at DEBUG."""
         _log.log(self._late.level(pending.waits[0].peer, pending.now_s), "%s", pending)
 
     def _patience(
