@@ -250,15 +250,21 @@ class Worker:
         ------
         CommunicatorRevoked
             If the worker is closed.
+        RuntimeError
+            If this process cannot start another thread; the task is not queued.
         """
         with self._changed:
             if self._is_closed:
                 raise CommunicatorRevoked(f"{self._name}: the communicator was closed")
-            self._tasks.append(task)
-            self.is_idle = False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:
+                    self._thread = None
+                    raise
+            self._tasks.append(task)
+            self.is_idle = False
             self._changed.notify_all()
 
     def settle(self, task: Task) -> None:

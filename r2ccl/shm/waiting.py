@@ -85,13 +85,14 @@ def move_to_cpu(cpu: Any, sets: Any) -> None:
 
 @inlined
 def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
-    """Move this thread to the CPU `HOME` if it shares its CPU with the owner of `word`.
+    """Tell the peers this thread's CPU, and move it to CPU `HOME` if the owner of `word` is there.
 
-    The CPU of the owner is taken to be that of its last long wait. The scheduler often wakes a
-    thread on the CPU of the thread that wakes it. Two ranks that share a CPU wait for each other's
-    time slices, and stay on this CPU, because both sleep. The set of CPUs on which this thread may
-    run is the same afterwards. The thread is not moved if this set lacks `HOME`, or if `HOME` is
-    -1.
+    `word` is an address in the first page of the owner's segment. The CPU of the owner is the one
+    that it told when it last called this function. The scheduler often wakes a thread on the CPU of
+    the thread that wakes it. Two ranks on one CPU run by turns, and the scheduler rarely separates
+    them, because one of them sleeps while the other runs. The set of CPUs on which this thread may
+    run is the same afterwards. The thread is not moved if this set lacks `HOME`. If `HOME` is -1,
+    the function does nothing.
     """
     home = state[HOME]
     if home < 0:

@@ -91,9 +91,9 @@ class StoreRanks(RankExchange):
             ) from exc
         if missing:
             raise TransportTimeout(
-                f"rank {self._rank} waited {round(monotonic() - began_s, 1):g} s in torch's store "
-                f"for rank {', '.join(missing)} to make the same process group ({why}): look at "
-                "that rank's own log",
+                f"rank {self._rank} waited {round(monotonic() - began_s, 1):g} s for these ranks "
+                f"to make the same process group: {', '.join(missing)} ({why}): look at their own "
+                "logs",
                 rank=self._rank,
                 status="TIMEOUT",
             ) from why

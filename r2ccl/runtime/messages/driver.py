@@ -294,7 +294,10 @@ class MessageDriver(MessageProtocol):
         return (*range(0, nbytes, self._slice_nbytes), nbytes)
 
     def pack_grant(self, envelope: memoryview, to: int, nbytes: int) -> None:
-        """Write the grant of an undivided message, without its number, into `envelope`."""
+        """Write the grant of an undivided message of `nbytes` from rank `to` into `envelope`.
+
+        The ident stays 0: compiled code copies it from the request that the grant answers.
+        """
         took = self._took.get(self._members[to], 0)
         _HEADER.pack_into(envelope, 0, EnvelopeKind.GRANT, 0, self._first_op, 0, 0, nbytes, took)
         _LENGTH.pack_into(envelope, ENVELOPE_NBYTES, nbytes)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, PeerLost, TransportTimeout
-from r2ccl.runtime.async_work import Work, Worker
+from r2ccl.runtime.async_work import Task, Work, Worker
 
 
 class Gate:
@@ -29,6 +29,10 @@ def make(errors: list[BaseException] | None = None) -> Worker:
 
 def fail() -> None:
     raise PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test")
+
+
+def fail_to_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_tasks_are_done_in_order_in_one_thread() -> None:
@@ -52,6 +56,18 @@ def test_no_thread_is_made_for_nothing() -> None:
     assert worker.drain(0)
     assert worker.close(0)
     assert threading.active_count() == before
+
+
+def test_a_thread_that_cannot_start_queues_nothing() -> None:
+    worker, task = make(), Task(int)
+    with pytest.MonkeyPatch.context() as refused:
+        refused.setattr(threading.Thread, "start", fail_to_start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            worker.enqueue(task)
+    worker.settle(task)
+    assert worker.is_idle
+    assert worker.submit(int).wait(10)
+    assert worker.close(10)
 
 
 def test_an_error_is_told_before_waiters_wake_and_ends_no_more() -> None:
