@@ -52,8 +52,8 @@ from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
-#: Number of slots of a PXN route: of slices that can be in flight on it, sent or received. Further
-#: slices travel directly between the GPU and the distant NIC.
+#: Number of slots of a PXN route. This is the largest number of slices in flight on the route, sent
+#: and received together; further slices travel directly between the GPU and the distant NIC.
 _NSLOTS = 16
 
 

@@ -39,7 +39,8 @@ _PATTERN_NBYTES = 8 * _NWORDS
 _SPREAD = 0x9E3779B97F4A7C15
 #: Signature of the kernel that copies a pattern.
 _COPY = CallSignature(Collective.ALLGATHER, CODES[np.dtype(np.int64)], 0, _NWORDS)
-#: Time limit for the kernels that write patterns, in seconds.
+#: Time limit for the kernels that write patterns, and for the copy of the patterns to the host, in
+#: seconds.
 _TIMEOUT_S = 20.0
 
 
@@ -134,6 +135,7 @@ def _release(attempt: _Attempt) -> None:
 
 
 def _offer(attempt: _Attempt) -> tuple[str, SharedFile | None]:
+    """Export this rank's area, create the node's file on its first rank, and call `_agree`."""
     device, members, at = attempt.device, attempt.members, attempt.at
     why, file, name, token = "", None, b"", secrets.randbits(64)
     offer = _OFFER.pack(False, b"", b"", token)

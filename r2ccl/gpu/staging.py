@@ -2,10 +2,10 @@
 
 NICs normally use the caller's arrays, which are registered with every NIC during the call. An array
 that NICs cannot access, such as managed memory or memory of the stream-ordered pool, is copied to
-and from an area of `r2ccl.gpu.registered_memory`. So is an array that spans several allocations or
-is not aligned to its elements. The call cannot use another backend instead, because all ranks must
-use the same backend, and only this rank knows that its array needs a copy. Partial sums for which
-the output is missing or too small are kept in such an area too.
+and from an area of `r2ccl.gpu.registered_memory`. So is an array that spans several allocations, or
+whose address is not a multiple of its element size. The call cannot use another backend instead,
+because all ranks must use the same backend, and only this rank knows that its array needs a copy.
+Partial sums for which the output is missing or too small are kept in such an area too.
 
 Invariant: the first attempt to register an allocation is made while no stream waits for the host,
 because the attempt may wait for the device.

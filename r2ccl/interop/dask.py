@@ -67,9 +67,8 @@ def run(
         Addresses of workers, in rank order. Each needs a free thread, in which `function` runs as a
         task. Default: all workers, sorted by address.
     on_error : {"raise", "return"}
-        What `run` does with exceptions once all ranks have ended. "raise": raise one of them,
-        preferably the cause of the others. "return": return each in place of the result of its
-        rank.
+        Handling of exceptions after all ranks have ended. "raise": raise one of them, preferably
+        the cause of the others. "return": return each in place of the result of its rank.
     **settings
         Fields of `Config`; they take precedence over the ``R2CC_*`` variables of the workers.
 
@@ -149,7 +148,7 @@ class _Masked:
 
 
 def _masked(args: Sequence[Any]) -> list[Any]:
-    """Return the arguments, masked except futures, which Dask must see to replace them."""
+    """Return the arguments; mask all but futures, which Dask replaces by their results."""
     return [
         each if isinstance(each, Future) else _Masked(each, f"argument: {type(each).__name__}")
         for each in args

@@ -86,6 +86,7 @@ class PxnRoutes:
         self._rank = rank
         #: Bus ID of the other GPU of each route that was not tried yet, by rail.
         self._wanted = {each.rail: each.via for each in wanted}
+        #: Pairs of rank and rail; routes are needed when one of these has lost bandwidth.
         self._meets = [(member, rail) for member in members for rail in homes]
         self._transport = transport
         self._register = register

@@ -67,7 +67,7 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 class _Send(NamedTuple):
-    """An ``isend`` that waits for its copy to ``slot``; with no slot, only for earlier sends."""
+    """An ``isend`` that waits for its copy to ``slot``; if ``slot`` is None, for earlier sends."""
 
     frame: Frame
     view: memoryview

@@ -151,6 +151,7 @@ class RayRanks(RankExchange):
     Parameters
     ----------
     meeting : ray.actor.ActorHandle
+        Handle of the `ExchangeActor` of the group.
     group_name : str
     nranks, rank : int
     deadline_s : float

@@ -127,7 +127,7 @@ class GroupState:
     timeout : timedelta
         Timeout of the calls of the group until `set_timeout` changes it.
     on_end : callable
-        Called without arguments when this rank has left the group.
+        Called without arguments when this rank leaves the group.
 
     Attributes
     ----------

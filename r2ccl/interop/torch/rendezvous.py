@@ -149,7 +149,7 @@ class TorchConnections:
         return made
 
     def forget(self, communicator: Communicator) -> None:
-        """Make no more communicators from `communicator`, which was closed."""
+        """Make no more communicators from `communicator`, because this rank leaves its group."""
         if self._whole is communicator:
             self._whole = None
 

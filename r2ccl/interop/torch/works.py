@@ -20,9 +20,11 @@ from r2ccl.interop.torch.call_queue import QueuedCall
 class _Translation(ContextDecorator):
     """Context manager and decorator: errors of r2ccl become ``torch.distributed.DistBackendError``.
 
-    Like the errors of gloo, it is a RuntimeError. Its ``__cause__`` is the error of r2ccl. Its text
-    begins with the class of that error, because a backward pass raises a new RuntimeError with the
-    text alone. A class takes less time than a generator.
+    DistBackendError is a RuntimeError, like the errors of gloo. Its ``__cause__`` is the error of
+    r2ccl. Its text begins with the class of that error, because a backward pass raises a new
+    RuntimeError with the text alone.
+
+    This is a class because a context manager made from a generator function takes more time.
     """
 
     def __enter__(self) -> None:
