@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from r2ccl.cli.apart import Ended, run
 from r2ccl.cli.cards import CudaFacts
+
+_T = TypeVar("_T")
 
 #: Seconds after which the process is killed. Making contexts on eight idle GPUs takes about 20 s.
 _PROBE_TIMEOUT_S = 120.0
@@ -53,17 +57,21 @@ def read_cuda(
     )
 
 
+def last_line(said: str, kind: type[_T], default: _T) -> _T:
+    """Return the last line of `said` that is a `kind` as JSON; `default` if there is none."""
+    found = default
+    for line in said.splitlines():
+        with suppress(msgspec.DecodeError):  # output of a library, or a line cut off by a crash
+            found = msgspec.json.decode(line, type=kind)
+    return found
+
+
 def last_told(ended: Ended) -> CudaFacts:
     """Return the last facts that a process printed, with the error of the process in ``died``.
 
     Facts are lines with a `CudaFacts` as JSON; other lines are ignored.
     """
-    facts = CudaFacts(doing="starting")
-    for line in ended.said.splitlines():
-        try:
-            facts = msgspec.json.decode(line, type=CudaFacts)
-        except msgspec.DecodeError:  # output of a library, or a line cut off by a crash
-            continue
+    facts = last_line(ended.said, CudaFacts, CudaFacts(doing="starting"))
     died = ended.error or ("it ended without an error message" if facts.doing else "")
     return msgspec.structs.replace(facts, died=died)
 
@@ -93,4 +101,4 @@ def _text(path: Path) -> str:
         return ""
 
 
-__all__ = ["last_told", "read_cuda"]
+__all__ = ["last_line", "last_told", "read_cuda"]

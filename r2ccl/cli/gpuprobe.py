@@ -13,7 +13,7 @@ import ctypes
 import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,6 +21,7 @@ import numpy as np
 
 from r2ccl.cli.apart import run
 from r2ccl.cli.cards import Card, CudaFacts
+from r2ccl.cli.gpufacts import last_line
 from r2ccl.cli.gpunics import export_error, is_rdma_capable, open_nics, way_of
 from r2ccl.device.base import Device
 from r2ccl.device.bindings import Cuda
@@ -183,10 +184,7 @@ def map_apart(handles: Sequence[tuple[int, bytes]]) -> list[str]:
     """Map allocations of this process in another process: the `Mapper` for real GPUs."""
     code = f"from r2ccl.cli.gpuprobe import map_all\nmap_all({list(handles)!r})"
     ended = run(code, timeout_s=_MAP_TIMEOUT_S, is_inner=True)
-    errors: list[str] = []
-    for line in ended.said.splitlines():
-        with suppress(msgspec.DecodeError):  # output of a library
-            errors = msgspec.json.decode(line, type=list[str])
+    errors = last_line(ended.said, list[str], [])
     if not ended.error and len(errors) == len(handles):
         return errors
     why = ended.error or "no result"

@@ -46,8 +46,8 @@ def test_slices_that_arrive_before_their_call_are_counted_once() -> None:
 
 def test_calls_are_repeated_after_calls_of_another_form() -> None:
     for usual, after in launch(programs.repeats_after_another_form, 2, timeout_s=60.0):
-        assert usual > 2  # not all, on a busy machine
-        assert after > 2
+        assert usual > 10
+        assert after > 10
 
 
 def test_timers_that_are_due_run_before_a_repetition() -> None:

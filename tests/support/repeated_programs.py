@@ -158,14 +158,14 @@ def repeats_after_another_form() -> tuple[int, int]:
     """Return how many calls are repeated, without and with earlier calls of another form."""
     with r2ccl.init(shm="0", compiled="1") as comm, counted_repeats(comm) as repeats:
         out = np.empty(40, np.float32)
-        for _ in range(20):
+        for _ in range(100):
             comm.allreduce(np.ones(40, np.float32), out)
         usual = len(repeats)
         x, out = np.ones(41, np.float32), np.empty(41, np.float32)
         for _ in range(5):
             comm.allreduce(x, x)
         before = len(repeats)
-        for _ in range(20):
+        for _ in range(100):
             comm.allreduce(x, out)
         return usual, len(repeats) - before
 

@@ -128,7 +128,7 @@ class VerbsTransport:
         self._draining: list[VerbsEndpoint] = []
         self._dirty: list[VerbsEndpoint] = []
         #: Ends with messages whose memory the events of the last poll borrowed; and ends opened
-        #: since, whose held events the next poll reports.
+        #: since, for whose held events, which the next poll reports, the same holds.
         self._lending: list[VerbsEndpoint] = []
         self._opened: list[VerbsEndpoint] = []
         #: Ends with messages that wait for room in the send queue or in the peer's ring.
@@ -197,7 +197,8 @@ class VerbsTransport:
             endpoint.state = EndpointState.LIVE
         endpoint.is_opened = True
         self._by_path[path] = endpoint
-        self._opened.append(endpoint)
+        if endpoint.lent:
+            self._opened.append(endpoint)
         held, endpoint.held = endpoint.held, []
         self._events += held
 
