@@ -28,6 +28,7 @@ from r2ccl.config import Config
 from r2ccl.failover.migration.calls import Calls
 from r2ccl.failover.migration.link import Slice, SliceState
 from r2ccl.failover.migration.links import Consumer, Links
+from r2ccl.failover.migration.path import Path
 from r2ccl.kernels.arrays import DATA, word_at
 from r2ccl.kernels.native import address_of, callable_of, must_compile
 from r2ccl.planning.plan_cache import Plan
@@ -58,6 +59,23 @@ class _Ended:
     is_bandwidth_sample = False
 
 
+class _Totals(NamedTuple):
+    """Counts once a held call is settled.
+
+    They are absolute: to set them again changes nothing.
+
+    Attributes
+    ----------
+    nfinished : int
+        `CompiledCalls.nfinished`.
+    paths : list of (Path, int, int, int, int)
+        Paths of the call, each with its slices sent, bytes sent, slices received, bytes received.
+    """
+
+    nfinished: int
+    paths: list[tuple[Path, int, int, int, int]]
+
+
 class HeldCall(NamedTuple):
     """Call that has ended, and whose tables hold the state of its links.
 
@@ -72,6 +90,8 @@ class HeldCall(NamedTuple):
         `Links.ncalls` when the call began.
     on_settled : callable
         ``on_settled(op)`` is called by `settle` with the number of the last call that was started.
+    totals : _Totals or None
+        None until `settle` has computed them.
     """
 
     program: CompiledProgram
@@ -79,6 +99,7 @@ class HeldCall(NamedTuple):
     conns: list[Connection]
     ncalls: int
     on_settled: Callable[[int], None]
+    totals: _Totals | None = None
 
 
 class CompiledCalls:
@@ -250,7 +271,7 @@ class CompiledCalls:
         """
         held = self.held
         assert held is not None
-        program, calls, conns, _, on_settled = held
+        program, calls, conns, _, on_settled, _ = held
         words = program.view
         op = words[at.OP]
         self._update_to(held, words[at.NREPEATS], op - words[at.OP_STEP], is_running=True)
@@ -276,13 +297,19 @@ class CompiledCalls:
     def _update_to(self, held: HeldCall, ncalls: int, last_op: int, *, is_running: bool) -> None:
         """Bring links and counts to the state after `ncalls` calls, the last of which is `last_op`.
 
-        If `is_running`, another call has begun since.
+        If `is_running`, another call has begun since. If Ctrl-C interrupts this method, it has to
+        be called again, with the same numbers.
         """
         held.calls.repeat_to(last_op)
         held.on_settled(last_op)
         self._links.ncalls = held.ncalls + ncalls - 1
         self._update_links(held.program, held.calls, ncalls, is_running=is_running)
-        self.nfinished += ncalls - 1
+        if held.totals is None:
+            # Stored before they are set, so that an interrupted call of this method adds nothing.
+            held = held._replace(totals=self._totals_after(held.program, ncalls, ncalls - 1))
+            self.held = held
+        assert held.totals is not None
+        self._count(held.program, held.totals)
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
         """Return the program of the call that compiled code runs for a communicator, or None."""
@@ -314,11 +341,12 @@ class CompiledCalls:
     ) -> Sequence[LaneRun]:
         words = program.view
         if result in (at.FINISHED, at.UNSETTLED):
-            self.nfinished += 1
             if result == at.FINISHED and on_settled is not None and self._may_hold(program, calls):
+                self.nfinished += 1
                 self.held = HeldCall(program, calls, conns, self._links.ncalls, on_settled)
                 return ()
             self._update_links(program, calls)
+            self._count(program, self._totals_after(program, 1, 1))
             if words[at.IS_MEASURED]:
                 self._measure(program)
             self._return_conns(program, conns)
@@ -501,7 +529,7 @@ class CompiledCalls:
         *,
         is_running: bool = False,
     ) -> None:
-        """Update the counts of links and paths after `ncalls` calls that ended in compiled code.
+        """Update the state of links after `ncalls` calls that ended in compiled code.
 
         If `is_running`, a further call has begun; it is not counted.
         """
@@ -537,23 +565,37 @@ class CompiledCalls:
                 calls.seen[sender.peer] = max(calls.seen.get(sender.peer, 0), calls.op)
             if words[row + at.IS_UNCONFIRMED] and not is_running:
                 links.unconfirmed[receiver] = None
-        for key, counts in program.traffic.items():
-            path = links.paths[key]
-            path.activity += 1
-            path.nslices_sent += ncalls * counts[0]
-            path.nbytes_sent += ncalls * counts[1]
-            path.nslices_received += ncalls * counts[2]
-            path.nbytes_received += ncalls * counts[3]
-        for key, nbytes in program.imported:  # `Progress` has counted these slices
-            path = links.paths[key]
-            path.nslices_received -= 1
-            path.nbytes_received -= nbytes
-        program.imported.clear()
         if words[at.NFOREIGN] and not is_running:
             rows = program.log[: words[at.NLOGGED]].tolist()
             for kind, conn, channel, _, ack, _, number, *_ in rows:
                 if kind == at.CONFIRMED_EVENT and number < 0:
                     self._progress.confirmed(program.paths[conn].peer, channel, ack)
+
+    def _totals_after(self, program: CompiledProgram, ncalls: int, nfinished: int) -> _Totals:
+        """Return the counts after `ncalls` more calls; `nfinished` of them are not counted yet."""
+        paths = []
+        for key, (nsent, sent, nreceived, received) in program.traffic.items():
+            path = self._links.paths[key]
+            # `Progress` has counted the slices that arrived before their call.
+            early = [nbytes for route, nbytes in program.imported if route == key]
+            paths.append(
+                (
+                    path,
+                    path.nslices_sent + ncalls * nsent,
+                    path.nbytes_sent + ncalls * sent,
+                    path.nslices_received + ncalls * nreceived - len(early),
+                    path.nbytes_received + ncalls * received - sum(early),
+                )
+            )
+        return _Totals(self.nfinished + nfinished, paths)
+
+    def _count(self, program: CompiledProgram, totals: _Totals) -> None:
+        self.nfinished = totals.nfinished
+        for path, nslices_sent, nbytes_sent, nslices_received, nbytes_received in totals.paths:
+            path.activity += 1
+            path.nslices_sent, path.nbytes_sent = nslices_sent, nbytes_sent
+            path.nslices_received, path.nbytes_received = nslices_received, nbytes_received
+        program.imported.clear()
 
     def _measure(self, program: CompiledProgram) -> None:
         """Report the times at which cleared slices were posted and released.
