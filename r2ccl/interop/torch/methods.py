@@ -7,6 +7,7 @@ fields of that object as arguments.
 from __future__ import annotations
 
 import atexit
+import inspect
 import itertools
 import logging
 import os
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -100,20 +101,28 @@ def _options(
 ) -> Any:
     """Return the options of a call in either form.
 
-    `rest` has the positional arguments from the options on, `named` the keyword arguments.
+    `rest` has the positional arguments from the options on, `named` the keyword arguments. As in
+    torch, an argument that the form does not have raises TypeError.
     """
-    opts = named.pop("opts", None)
-    if rest and hasattr(rest[0], "asyncOp"):
-        opts, rest = rest[0], rest[1:]
-    if opts is not None:
-        return opts
-    opts = options()
-    for name, value in (*zip(fields, rest, strict=False), *named.items()):
-        if name not in fields:
-            raise TypeError(f"unexpected argument {name!r}: allowed are opts, {', '.join(fields)}")
+    has_options = "opts" in named or (len(rest) > 0 and hasattr(rest[0], "asyncOp"))
+    form = ("opts",) if has_options else fields
+    try:
+        given = _signature(form).bind(*rest, **named).arguments
+    except TypeError as exc:
+        raise TypeError(f"{exc}: allowed are opts, or {', '.join(fields)}") from None
+    opts = given.pop("opts", None)
+    if opts is None:
+        opts = options()
+    for name, value in given.items():
         if value is not None:
             setattr(opts, _FIELDS.get(name, name), value)
     return opts
+
+
+@cache
+def _signature(names: tuple[str, ...]) -> inspect.Signature:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(name, kind, default=None) for name in names])
 
 
 @dataclass(eq=False)
