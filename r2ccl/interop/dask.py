@@ -35,7 +35,7 @@ from r2ccl import (
     init,
 )
 from r2ccl.clock import monotonic
-from r2ccl.interop.rank_exchange import RankExchange
+from r2ccl.interop.rank_exchange import RankExchange, named_ranks
 
 #: Period in seconds at which `run` looks for workers that have left, and the first timeout of
 #: fetching a result.
@@ -255,8 +255,8 @@ class DaskRanks(RankExchange):
                 result.set([values[rank] for rank in range(self._nranks)])
             return list(result.get(timeout=self._left_s()))
         except TimeoutError as exc:
-            missing = [str(rank) for rank in range(self._nranks) if rank not in values]
-            which = f"rank {', '.join(missing)}" if values else "a rank (see the error of rank 0)"
+            missing = [rank for rank in range(self._nranks) if rank not in values]
+            which = named_ranks(missing) if values else "a rank (see the error of rank 0)"
             raise TransportTimeout(
                 f"rank {self._rank}: {which} did not start within R2CC_INIT_TIMEOUT_S: check that "
                 "each worker of Dask has a free thread",

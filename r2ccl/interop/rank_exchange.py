@@ -8,6 +8,7 @@ rank has it already.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any
 
 
@@ -46,4 +47,9 @@ class RankExchange(ABC):
         return self.allgather(value if self._rank == root else None)[root]
 
 
-__all__ = ["RankExchange"]
+def named_ranks(ranks: Collection[int]) -> str:
+    """Return the name of one or more ranks for an error message: "rank 1", or "ranks 1, 3"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+__all__ = ["RankExchange", "named_ranks"]

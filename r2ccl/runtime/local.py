@@ -26,7 +26,7 @@ from r2ccl.runtime.arguments import Request, allreduce
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.progress import describe, difference
-from r2ccl.runtime.repeats import Make, Repeats, array_of, is_copied, is_placed
+from r2ccl.runtime.repeats import Make, Repeats, array_of
 from r2ccl.runtime.waits import Missing
 from r2ccl.schedule.chunks import Range
 from r2ccl.shm.local_call import LocalCall
@@ -130,12 +130,12 @@ class LocalCalls:
         if request.schedule is not None or not self.takes(signature):
             return None
         assert isinstance(source, Buffer)
-        if is_placed(request):
+        if _is_placed(request):
             return self._run_placed(request, source)
         parts = _parts_of(request, self._engine.rank)
         call = self._group.prepare(signature, parts)
         x = source.array
-        if is_copied(request):
+        if _is_copied(request):
             x = x.copy()
         self._guarded(
             self._group.run, call, x, output.array if isinstance(output, Buffer) else x[:0]
@@ -208,7 +208,12 @@ class LocalCalls:
     def remember(
         self, make: Make, x: Any, out: Any, rest: tuple[Any, ...], request: Request, call: LocalCall
     ) -> None:
-        """Remember a call that `run` has run; see `Repeats.remember`."""
+        """Remember a call that `run` has run; see `Repeats.remember`.
+
+        In shared memory, compiled code makes no copies, so calls that need one are not remembered.
+        """
+        if _is_copied(request) or _is_placed(request):
+            return
         repeat_of = partial(self._group.repeat_of, call, rest=rest, proceed=self._proceed)
         self.repeats.remember(make, x, out, rest, request, call, repeat_of)
         if self._has_ended:  # in another thread meanwhile
@@ -306,6 +311,23 @@ def connect(
     )
     calls.append(LocalCalls(engine, group, as_caller))
     return calls[0]
+
+
+def _is_copied(request: Request) -> bool:
+    """Return whether the call runs on a copy of its input."""
+    return request.signature.collective == Collective.ALLTOALLV and request.is_in_place
+
+
+def _is_placed(request: Request) -> bool:
+    """Return whether the call is an allgather of equal parts to places that this rank has chosen.
+
+    `r2ccl.runtime.arguments.allgatherv` makes such a request only if the places are not those of an
+    allgather.
+    """
+    parts = request.parts
+    if parts is None or request.signature.collective != Collective.ALLGATHER:
+        return False
+    return len({end - first for first, end in parts.outputs}) == 1
 
 
 def _parts_of(request: Request, rank: int) -> tuple[tuple[Range, ...], tuple[Range, ...]] | None:

@@ -20,7 +20,7 @@ from r2ccl.runtime.executor import HostLanes, LandingPool
 from r2ccl.runtime.staged_call import StagedCall
 from r2ccl.shm.arrays import DISTANCE, IS_APART, form_of
 from r2ccl.shm.repeat import Repeat, Role
-from r2ccl.types import Collective, ReduceOp
+from r2ccl.types import ReduceOp
 
 Array = npt.NDArray[Any]
 #: Function of `r2ccl.runtime.arguments` that makes a request.
@@ -79,8 +79,6 @@ class Repeats:
         is_plain = type(array) is type(target) is np.ndarray and array.flags.c_contiguous
         is_new = uses_output and out is None and result is not x
         if not is_plain or type(rest[0]) not in _FIXED:
-            return
-        if is_copied(request) or is_placed(request):
             return
         if is_new and result is not target:
             return
@@ -251,27 +249,10 @@ def _with_new_output(repeat: Repeat, x: Array, out: Array) -> Repeat:
     return repeat_with_new_output
 
 
-def is_copied(request: Request) -> bool:
-    """Return whether the call runs on a copy of its input."""
-    return request.signature.collective == Collective.ALLTOALLV and request.is_in_place
-
-
-def is_placed(request: Request) -> bool:
-    """Return whether the call is an allgather of equal parts to places that this rank has chosen.
-
-    `r2ccl.runtime.arguments.allgatherv` makes such a request only if the places are not those of an
-    allgather.
-    """
-    parts = request.parts
-    if parts is None or request.signature.collective != Collective.ALLGATHER:
-        return False
-    return len({end - first for first, end in parts.outputs}) == 1
-
-
 #: Maximum number of calls over the network that are remembered: each keeps the tables of its plan.
 _NPROGRAMS = 64
 _NOTHING = np.empty(0, np.uint8)
 #: Types of the first argument after the arrays, for calls that can be repeated.
 _FIXED = (int, tuple, ReduceOp)
 
-__all__ = ["Make", "NetworkRepeats", "Repeats", "array_of", "is_copied", "is_placed"]
+__all__ = ["Make", "NetworkRepeats", "Repeats", "array_of"]

@@ -51,7 +51,7 @@ def written(nranks: int, *programs: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def of_one(run_folder: Path) -> dict[str, Any]:
     """Output of the programs of one rank, by program. One job runs all: its start is slow."""
-    programs = (METHODS, SIGNATURES, NAMES)
+    programs = (METHODS, SIGNATURES, NAMES, FLUSHES)
     found = once(run_folder, "mpi-of-one", lambda: written(1, *programs))
     return dict(zip(programs, found, strict=True))
 
@@ -329,6 +329,57 @@ def test_what_differs_from_mpi(of_two: dict[str, Any]) -> None:
     assert kept == [0.0, 1.0, 2.0]
     assert (was_long, same) == (True, long)
     assert rest == [1, [100_000, 5], [1]]
+
+
+FLUSHES = """
+import json, threading
+from types import SimpleNamespace
+from r2ccl.interop.mpi.comm import Connections
+
+class Message:
+    def __init__(self, error=None):
+        self.error, self.is_sent = error, threading.Event()
+
+    def is_done(self):
+        return self.is_sent.is_set()
+
+    def wait(self):
+        turn.release()
+        assert self.is_sent.wait(30)
+        if self.error is not None:
+            raise self.error
+
+connections = Connections(SimpleNamespace(close=lambda: None))
+turn, message, found = threading.Semaphore(0), Message(), []
+
+def flush():
+    connections.flush()
+    found.append(message.is_done())
+    turn.release()
+
+connections.keep(message)
+threads = [threading.Thread(target=flush) for _ in range(2)]
+for each in threads:
+    each.start()
+    assert turn.acquire(timeout=30)  # it waits for the message, or has ended
+message.is_sent.set()
+for each in threads:
+    each.join(30)
+
+failed = Message(OSError("failed"))
+failed.is_sent.set()
+connections.keep(failed)
+for _ in range(2):
+    try:
+        connections.flush()
+    except OSError as exc:
+        found.append(str(exc))
+print(json.dumps(found))
+"""
+
+
+def test_two_threads_may_flush_buffered_messages(of_one: dict[str, Any]) -> None:
+    assert of_one[FLUSHES] == [True, True, "failed"]
 
 
 THREADS = """

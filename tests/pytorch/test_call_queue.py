@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -62,6 +63,31 @@ def test_a_future_that_is_asked_for_late_has_the_result() -> None:
     queue.run(call)
     assert call.future().value() == [7]
     assert call.future() is call.future()
+
+
+def test_a_late_future_has_the_result_while_threads_wait() -> None:
+    calls = [QueuedCall(lambda: None, [i]) for i in range(300)]
+    for call in calls:
+        CallQueue("test").run(call)
+    is_over, before = threading.Event(), sys.getswitchinterval()
+
+    def wait_again_and_again() -> None:
+        while not is_over.is_set():
+            assert all(call.wait(0) for call in calls)
+
+    with ThreadPoolExecutor(2) as pool:
+        sys.setswitchinterval(1e-6)
+        try:
+            waiters = [pool.submit(wait_again_and_again) for _ in range(2)]
+            for number, call in enumerate(calls):
+                assert call.has_ended
+                future = call.future()
+                assert future.done()
+                assert future.value() == [number]
+        finally:
+            sys.setswitchinterval(before)
+            is_over.set()
+    assert [waiter.result() for waiter in waiters] == [None, None]
 
 
 def test_an_error_reaches_those_that_wait_and_the_future() -> None:

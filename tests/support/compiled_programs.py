@@ -172,6 +172,15 @@ def one_call(comm: Communicator, kind: str, parts: list[Any], number: int) -> bo
     elif kind == "exscan in place":
         result = comm.exscan(x)
         return not rank or np.array_equal(result, np.sum(parts[:rank], axis=0))
+    elif kind == "allgatherv in places":
+        places = [each * (n - 1 - rank) for rank in range(n)]
+        result = comm.allgatherv(x[:each], out, counts=[each] * n, displs=places)
+        expected = np.concatenate([part[:each] for part in reversed(parts)])
+    elif kind == "alltoallv in place":
+        back = [own] * n
+        result = comm.alltoallv(x, x, sendcounts=counts, recvcounts=back)
+        columns = np.concatenate([part[first : first + own] for part in parts])
+        return result is x and np.array_equal(result[: own * n], columns)
     else:
         comm.barrier()
         return True
@@ -185,6 +194,7 @@ KINDS = (
     "allreduce", "largest", "broadcast", "allgather", "allgather in place", "allgatherv",
     "reduce_scatter", "reduce_scatterv", "reduce", "gather", "gatherv", "scatter", "scatterv",
     "alltoall", "alltoall in place", "alltoallv", "scan", "exscan in place", "barrier",
+    "allgatherv in places", "alltoallv in place",
 )  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
         if count and owner is None:
             raise ValueError(f"message: buffer is None but count is {count}")
     else:
-        count = _inferred(memory.size, datatype, nblocks)
+        count = inferred_count(memory.size, datatype, nblocks)
     if count:
         require_usable(datatype)
         require_room(memory.size, count * nblocks, datatype)
@@ -299,7 +299,7 @@ def _offset(displacement: Any, datatype: Any, nbytes: int) -> int:
         raise ValueError(f"message: negative displacement {displacement}")
     if displacement == 0:
         return 0
-    extent = extent_of(datatype, "handle displacement")
+    extent = _extent_of(datatype, "handle displacement")
     if displacement * extent > nbytes:
         raise ValueError(
             f"message: displacement {displacement} out of bounds, number of datatype entries "
@@ -308,11 +308,14 @@ def _offset(displacement: Any, datatype: Any, nbytes: int) -> int:
     return int(displacement * extent)
 
 
-def _inferred(nbytes: int, datatype: Any, nblocks: int) -> int:
-    """Return the number of elements per block if `nblocks` equal blocks fill `nbytes`."""
+def inferred_count(nbytes: int, datatype: Any, nblocks: int = 1) -> int:
+    """Return the number of elements per block if `nblocks` equal blocks fill `nbytes`.
+
+    Raise ValueError if they cannot fill it, or the extent of `datatype` is not positive.
+    """
     if not nbytes:
         return 0
-    extent = extent_of(datatype, "infer count")
+    extent = _extent_of(datatype, "infer count")
     entries, rest = divmod(nbytes, extent)
     if rest:
         raise ValueError(
@@ -327,7 +330,7 @@ def _inferred(nbytes: int, datatype: Any, nblocks: int) -> int:
     return int(entries // nblocks)
 
 
-def extent_of(datatype: Any, purpose: str) -> int:
+def _extent_of(datatype: Any, purpose: str) -> int:
     """Return the extent of `datatype` in bytes; raise ValueError if it is not positive.
 
     `purpose` completes "cannot ..." in the message.
@@ -379,7 +382,7 @@ __all__ = [
     "Array",
     "BufferSpec",
     "datatype_of",
-    "extent_of",
+    "inferred_count",
     "is_in_place",
     "memory_of",
     "message",

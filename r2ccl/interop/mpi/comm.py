@@ -74,7 +74,7 @@ class Connections:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.nchildren = 0
-        self._kept: list[MessageRequest] = []
+        self._kept: set[MessageRequest] = set()
         self._lock = threading.Lock()
         self._owner = os.getpid()
         atexit.register(self._leave)
@@ -82,13 +82,21 @@ class Connections:
     def keep(self, request: MessageRequest) -> None:
         """Hold a buffered message at least until it is sent; any thread may call this method."""
         with self._lock:
-            self._kept = [each for each in self._kept if not each.is_done()]
-            self._kept.append(request)
+            self._kept = {each for each in self._kept if not each.is_done()} | {request}
 
     def flush(self) -> None:
-        """Wait until all buffered messages are sent."""
-        while self._kept:
-            self._kept.pop().wait()
+        """Wait until all messages that are buffered now are sent; any thread may call this method.
+
+        Raise the error of a message that fails, once.
+        """
+        with self._lock:  # not during the waits, because `keep` must not block
+            kept = list(self._kept)
+        for request in kept:
+            try:
+                request.wait()
+            finally:
+                with self._lock:
+                    self._kept.discard(request)
 
     def free(self) -> None:
         """Close the connections, unless some rank still uses them for another communicator.

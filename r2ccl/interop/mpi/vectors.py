@@ -24,7 +24,7 @@ from r2ccl.interop.mpi.buffers import (
     Array,
     BufferSpec,
     datatype_of,
-    extent_of,
+    inferred_count,
     memory_of,
     parts_of,
     require_room,
@@ -98,7 +98,7 @@ def vector(spec: Any, *, writable: bool, nblocks: int) -> VectorSpec:
     memory = memory_of(owner, writable=writable)
     datatype = datatype_of(owner, datatype)
     if counts is None:
-        entries = _entries(memory.size, datatype)
+        entries = inferred_count(memory.size, datatype)
         sizes = [entries // nblocks + (entries % nblocks > rank) for rank in range(nblocks)]
     else:
         sizes = _per_block(counts, nblocks, lambda count, _: count)
@@ -164,18 +164,6 @@ def _per_block(values: Any, nblocks: int, of_one: Any) -> list[int]:
         return sequence(values, nblocks)
     one = operator.index(values)
     return [of_one(one, rank) for rank in range(nblocks)]
-
-
-def _entries(nbytes: int, datatype: Any) -> int:
-    if not nbytes:
-        return 0
-    extent = extent_of(datatype, "infer count")
-    if nbytes % extent:
-        raise ValueError(
-            f"message: cannot infer count, buffer length {nbytes} is not a multiple of datatype "
-            f"extent {extent} (lb:{datatype.lb}, ub:{datatype.ub})"
-        )
-    return nbytes // extent
 
 
 __all__ = ["VectorSpec", "sequence", "vector", "vector_of_datatypes"]

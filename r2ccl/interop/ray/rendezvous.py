@@ -30,7 +30,7 @@ from r2ccl import (
     init,
 )
 from r2ccl.clock import monotonic
-from r2ccl.interop.rank_exchange import RankExchange
+from r2ccl.interop.rank_exchange import RankExchange, named_ranks
 
 #: Pause in seconds before this rank again creates or looks for the exchange actor.
 _PAUSE_S = 0.05
@@ -193,8 +193,8 @@ class RayRanks(RankExchange):
         except GetTimeoutError as exc:
             raise _timeout(self._rank, self._group_name, "Ray does not answer") from exc
         if missing:
-            ranks = ", ".join(map(str, missing))
-            raise _timeout(self._rank, self._group_name, f"rank {ranks} did not call join()")
+            why = f"{named_ranks(missing)} did not call join()"
+            raise _timeout(self._rank, self._group_name, why)
         return list(values)
 
 

@@ -42,7 +42,7 @@ class QueuedCall:
         thread that runs them.
     """
 
-    __slots__ = ("_done", "_ended", "_fn", "_future", "_stream", "error", "result")
+    __slots__ = ("_done", "_ended", "_fn", "_future", "_stream", "error", "has_ended", "result")
 
     def __init__(self, fn: Callable[[], None], result: list[Any], stream: Any = None) -> None:
         self._fn: Callable[[], None] | None = fn
@@ -53,22 +53,19 @@ class QueuedCall:
         self._future: tuple[Any, Any] | None = None
         #: Exception that the function raised, or None; valid once the call has ended.
         self.error: BaseException | None = None
+        #: True once the call has ended, with or without an error.
+        self.has_ended = False
         self.result = result
-
-    @property
-    def has_ended(self) -> bool:
-        """True if the call has ended, with or without an error."""
-        return not self._ended.locked()
 
     def wait(self, timeout_s: float = -1) -> bool:
         """Wait up to `timeout_s` seconds until the call has ended; return whether it has.
 
         -1 means no limit.
         """
-        if not self._ended.acquire(timeout=timeout_s):
-            return False
-        self._ended.release()
-        return True
+        # Waiters hold the lock for a moment, so only the flag tells whether the call has ended.
+        if not self.has_ended and self._ended.acquire(timeout=timeout_s):
+            self._ended.release()
+        return self.has_ended
 
     def run(self) -> None:
         """Run the function; if it raises an exception, store the exception in `error`."""
@@ -89,6 +86,7 @@ class QueuedCall:
     def end(self) -> Any:
         """Mark the call as ended; return the future to pass to `complete`, or None."""
         with _LOCK:
+            self.has_ended = True
             self._ended.release()
             return None if self._future is None else self._future[0]
 

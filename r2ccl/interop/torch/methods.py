@@ -7,15 +7,16 @@ fields of that object as arguments.
 from __future__ import annotations
 
 import atexit
+import inspect
 import itertools
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from r2ccl import ANY_SOURCE, Communicator, InvalidArgument, R2cclError, TransportTimeout
+from r2ccl.clock import monotonic
+from r2ccl.interop.rank_exchange import named_ranks
 from r2ccl.interop.torch import collectives
 from r2ccl.interop.torch.call_queue import CallQueue, QueuedCall
 from r2ccl.interop.torch.tensors import Tensor, array_of, copy_back, current_stream, in_order, one
@@ -98,20 +101,28 @@ def _options(
 ) -> Any:
     """Return the options of a call in either form.
 
-    `rest` has the positional arguments from the options on, `named` the keyword arguments.
+    `rest` has the positional arguments from the options on, `named` the keyword arguments. As in
+    torch, an argument that the form does not have raises TypeError.
     """
-    opts = named.pop("opts", None)
-    if rest and hasattr(rest[0], "asyncOp"):
-        opts, rest = rest[0], rest[1:]
-    if opts is not None:
-        return opts
-    opts = options()
-    for name, value in (*zip(fields, rest, strict=False), *named.items()):
-        if name not in fields:
-            raise TypeError(f"unexpected argument {name!r}: allowed are opts, {', '.join(fields)}")
+    has_options = "opts" in named or (len(rest) > 0 and hasattr(rest[0], "asyncOp"))
+    form = ("opts",) if has_options else fields
+    try:
+        given = _signature(form).bind(*rest, **named).arguments
+    except TypeError as exc:
+        raise TypeError(f"{exc}: allowed are opts, or {', '.join(fields)}") from None
+    opts = given.pop("opts", None)
+    if opts is None:
+        opts = options()
+    for name, value in given.items():
         if value is not None:
             setattr(opts, _FIELDS.get(name, name), value)
     return opts
+
+
+@cache
+def _signature(names: tuple[str, ...]) -> inspect.Signature:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(name, kind, default=None) for name in names])
 
 
 @dataclass(eq=False)
@@ -340,9 +351,10 @@ class GroupMethods:
         Parameters
         ----------
         timeout : timedelta, optional
-            Longest wait. Default: the timeout of the group.
+            Longest time that the call takes. Default: the timeout of the group.
         wait_all_ranks : bool
-            True: the error on rank 0 names all missing ranks. False: it names the first one.
+            True: the error on rank 0 names all missing ranks. False: it names the first one. Unlike
+            in gloo, the call takes no longer than `timeout` in both cases.
 
         Raises
         ------
@@ -350,39 +362,45 @@ class GroupMethods:
             On every rank that called `monitored_barrier`, if a rank did not call it in time. On
             rank 0 the error names the missing ranks; on the other ranks it names rank 0.
         """
-        limit_s = seconds(timeout, self._state.timeout_s)
+        give_up_s = monotonic() + seconds(timeout, self._state.timeout_s)
         tag = _BARRIER_TAG + next(self._state.nbarriers)
         comm, nothing = self.communicator, np.empty(0, np.uint8)
-        if comm.rank:
-            comm.send(nothing, 0, tag)
-            self._hear(comm.recv(nothing, 0, tag, async_op=True), 0, limit_s)
-            return
-        begun = [
-            (rank, comm.recv(nothing, rank, tag, async_op=True)) for rank in range(1, comm.nranks)
-        ]
-        errors = []
-        for rank, request in begun:
-            try:
-                self._hear(request, rank, limit_s)
-            except dist.DistBackendError as exc:
-                errors.append(exc)
-                limit_s = 0.001  # the other ranks have had the same time
-                if not wait_all_ranks:
-                    break
-        if errors:
-            raise dist.DistBackendError("; ".join(map(str, errors))) from errors[0]
-        for rank, _ in begun:
-            comm.send(nothing, rank, tag)
 
-    def _hear(self, request: Any, rank: int, limit_s: float) -> None:
+        def pass_by(start: Callable[..., Any], ranks: Iterable[int]) -> None:
+            requests = {rank: start(nothing, rank, tag, async_op=True) for rank in ranks}
+            self._hear(requests, give_up_s, is_patient=wait_all_ranks)
+
+        if comm.rank:
+            pass_by(comm.send, [0])
+            pass_by(comm.recv, [0])
+        else:
+            pass_by(comm.recv, range(1, comm.nranks))
+            pass_by(comm.send, range(1, comm.nranks))
+
+    def _hear(self, requests: dict[int, Any], give_up_s: float, *, is_patient: bool) -> None:
+        """Wait for the messages of `monitored_barrier`; `requests` has one for each peer.
+
+        Raise DistBackendError if a message has not finished at `give_up_s`: it names all such peers
+        if `is_patient`, else the first.
+        """
+        missing: dict[int, TransportTimeout] = {}
         try:
-            request.wait(limit_s)
-        except TransportTimeout as exc:
-            request.cancel()
+            for rank, request in requests.items():
+                try:
+                    request.wait(max(0, give_up_s - monotonic()))
+                except TransportTimeout as exc:
+                    missing[rank] = exc
+                    if not is_patient:
+                        break
+        finally:
+            for request in requests.values():
+                if not request.is_done():
+                    request.cancel()
+        if missing:
             raise dist.DistBackendError(
-                f"rank {self.communicator.rank}: rank {rank} did not pass monitored_barrier in "
-                "time: look at that rank's own log"
-            ) from exc
+                f"rank {self.communicator.rank}: {named_ranks(missing)} did not pass "
+                "monitored_barrier in time: look at their own logs"
+            ) from next(iter(missing.values()))
 
     # Life cycle
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from r2ccl.interop.rank_exchange import RankExchange
+from r2ccl.interop.rank_exchange import RankExchange, named_ranks
 
 
 class Recorded(RankExchange):
@@ -28,3 +28,7 @@ def test_only_the_root_of_a_broadcast_passes_its_value() -> None:
     ranks = Recorded(1, 3)
     ranks.bcast("a secret", 0)
     assert ranks.passed is None
+
+
+def test_messages_name_one_rank_or_several() -> None:
+    assert [named_ranks([1]), named_ranks([1, 3])] == ["rank 1", "ranks 1, 3"]
