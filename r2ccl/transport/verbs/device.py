@@ -97,7 +97,8 @@ class NeighbourTable(Protocol):
     def knows(self, source: str, destination: str) -> bool:
         """Return True if the link-layer address of `destination` is known or not needed.
 
-        Otherwise request its resolution and return False at once. Both arguments are GIDs as text.
+        Also return True if only connecting a queue pair can resolve it. Otherwise request its
+        resolution and return False at once. Both arguments are GIDs as text.
 
         Raises
         ------
