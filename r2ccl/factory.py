@@ -46,7 +46,7 @@ from r2ccl.runtime.contexts import InContext
 from r2ccl.runtime.desync_check import Calling
 from r2ccl.runtime.job import Job
 from r2ccl.runtime.signal_dump import SignalDump, require_main_thread, write_line
-from r2ccl.topology.hcas import GidFinder, Hca, list_hcas, select_hcas
+from r2ccl.topology.hcas import NO_HCA, GidFinder, Hca, list_hcas, select_hcas
 from r2ccl.topology.interfaces import discover
 from r2ccl.topology.names import NameFilter
 from r2ccl.topology.neighbours import Neighbours
@@ -117,9 +117,9 @@ def init(
         If another rank fails, or every path to a peer is lost, during `init`.
     TransportError
         If this process or its host has run out of file descriptors, ports or memory, its NICs
-        cannot be listed, an RDMA NIC cannot be opened, ranks of a host cannot share memory although
-        ``R2CC_SHM=1``, or compiled code cannot be loaded although ``R2CC_COMPILED=1``. With
-        ``R2CC_MODE=failstop`` also if a path fails during `init`.
+        cannot be listed, an RDMA NIC that ``R2CC_HCA`` names cannot be opened, ranks of a host
+        cannot share memory although ``R2CC_SHM=1``, or compiled code cannot be loaded although
+        ``R2CC_COMPILED=1``. With ``R2CC_MODE=failstop`` also if a path fails during `init`.
 
     Notes
     -----
@@ -141,7 +141,8 @@ def init(
     hcas: list[Hca] = []
 
     def choose_nics(nranks: int, is_one_host: bool, control_address: str) -> tuple[Nic, ...]:
-        hcas.extend(_choose_hcas(config, nranks, is_one_host=is_one_host))
+        if config.hca != NO_HCA and (config.hca or not is_one_host):
+            hcas.extend(choose_hcas(list_hcas(), config.hca, nranks))
         return discover(
             config,
             is_one_host=is_one_host,
@@ -294,24 +295,22 @@ def _open_transport(
     return MixedTransport((tcp, relayed)), relayed
 
 
-def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca, ...]:
-    """Return the RDMA ports that this rank can use.
+def choose_hcas(hcas: Sequence[Hca], pattern: str, nranks: int) -> tuple[Hca, ...]:
+    """Return those of the RDMA ports `hcas` that this rank uses.
 
-    There are none with ``R2CC_HCA=none``. If ``R2CC_HCA`` is empty, there are none if all ranks are
-    on one host or pyverbs is not installed. A port that cannot serve all ranks is returned only if
-    ``R2CC_HCA`` names it.
+    A port that cannot be opened, or cannot serve all `nranks` ranks, is returned only if `pattern`,
+    the value of ``R2CC_HCA``, names it; otherwise it is left out with a warning. If `pattern` is
+    empty and pyverbs is not installed, no port is returned.
 
     Raises
     ------
     InvalidArgument
-        If `select_hcas` refuses ``R2CC_HCA``, or if ``R2CC_HCA`` is set and selects ports, but
-        pyverbs is not installed.
+        If `select_hcas` refuses `pattern`, or if it is not empty and selects ports, but pyverbs is
+        not installed.
     """
-    if config.hca == "none" or (is_one_host and not config.hca):
-        return ()
-    chosen = select_hcas(list_hcas(), config.hca)
+    chosen = select_hcas(hcas, pattern)
     if chosen and find_spec("pyverbs") is None:
-        if config.hca:
+        if pattern:
             raise InvalidArgument(
                 "R2CC_HCA selects RDMA NICs, but this Python has no pyverbs: install it as "
                 "`r2ccl doctor` says (Debian: python3-pyverbs), or set R2CC_HCA=none"
@@ -321,22 +320,27 @@ def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca
             "use RDMA, install pyverbs as `r2ccl doctor` says (Debian: python3-pyverbs)"
         )
         return ()
-    if NameFilter(config.hca, variable="R2CC_HCA").is_selection:
+    names = NameFilter(pattern, variable="R2CC_HCA")
+    if names.is_selection:
         return chosen
-    return tuple(hca for hca in chosen if _has_room(hca, nranks))
+    return tuple(hca for hca in chosen if _is_usable(hca, nranks, names))
 
 
-def _has_room(hca: Hca, nranks: int) -> bool:
-    """Return whether completion queues of `hca` can serve `nranks` ranks; log if they cannot."""
+def _is_usable(hca: Hca, nranks: int, names: NameFilter) -> bool:
+    """Return whether `hca` can be opened and serve `nranks` ranks; log why if not."""
     from r2ccl.transport.verbs.device import room
 
-    npeers = room(hca.name)
-    if npeers >= nranks - 1:
-        return True
+    try:
+        npeers = room(hca.name)
+    except TransportError as exc:
+        why = str(exc)
+    else:
+        if npeers >= nranks - 1:
+            return True
+        why = f"its completion queues can serve {npeers + 1} ranks, but the job has {nranks}"
     _log.warning(
-        "RDMA port %s is not used: its completion queues can serve %d ranks, but the job has %d; "
-        "to silence this warning, exclude the port with R2CC_HCA=^=%s",
-        hca.label, npeers + 1, nranks, hca.label,
+        "RDMA port %s is not used: %s; to silence this warning, set R2CC_HCA=%s",
+        hca.label, why, names.excluding(hca.label),
     )  # fmt: skip
     return False
 
@@ -404,4 +408,4 @@ def _named_wrapper(config: Config) -> Callable[[Transport, int], WrappedTranspor
     return found
 
 
-__all__ = ["init"]
+__all__ = ["choose_hcas", "init"]

@@ -453,7 +453,7 @@ class Failover:
                 self.revocation.give_up(error, "NoHealthyRail", peer)
                 return
 
-    def _watched(self) -> Iterator[tuple[PathKey, int, bool]]:
+    def _watched(self) -> Iterator[tuple[PathKey, tuple[int, int], bool]]:
         awaited = self._links.awaited_peers()
         # Bypasses are left out: only the kernel's TCP timeouts detect their failure.
         for key, path in self._links.on_rails.items():
@@ -462,7 +462,7 @@ class Failover:
                 # Only the peer misses it, and the peer cannot detect the loss if its end of the
                 # path never came up, so this end also checks `is_stuck`.
                 is_due = key.peer in awaited or self._transport.is_stuck(key)
-                yield key, path.activity, is_due
+                yield key, (path.epoch, path.activity), is_due
 
     def _is_silent(self, peer: int) -> bool:
         """Return whether no path to `peer` on a rail has made progress for the suspicion time."""

@@ -90,22 +90,23 @@ class Watch:
 
     def __init__(self, suspicion_s: float) -> None:
         self._suspicion_s = suspicion_s
-        self._seen: dict[PathKey, int] = {}
+        self._seen: dict[PathKey, object] = {}
         #: Seconds without progress of each path, and the value at which it is suspected next.
         self._silent_s: dict[PathKey, float] = {}
         self._limit_s: dict[PathKey, float] = {}
         self._last: float | None = None
 
-    def look(self, now: float, paths: Iterable[tuple[PathKey, int, bool]]) -> list[PathKey]:
+    def look(self, now: float, paths: Iterable[tuple[PathKey, object, bool]]) -> list[PathKey]:
         """Update the silence of every path in `paths`, and return those to be suspected now.
 
         Parameters
         ----------
         now : float
             Time in seconds.
-        paths : iterable of (PathKey, int, bool)
-            ``(path, activity, has_work)`` of every path that is up. ``activity`` changes with every
-            event on the path. ``has_work`` is True if an event is expected.
+        paths : iterable of (PathKey, object, bool)
+            ``(path, activity, has_work)`` of every path that is up. ``activity`` is a value that
+            changes with every event on the path and with every new connection of it. ``has_work``
+            is True if an event is expected.
 
         Returns
         -------

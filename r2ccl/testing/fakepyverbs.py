@@ -69,11 +69,17 @@ class FakeFabric:
         Largest number of entries that a device allows in a completion queue.
     nports : int
         Number of ports of each NIC.
+
+    Attributes
+    ----------
+    broken : set of str
+        Names of the NICs that cannot be opened.
     """
 
     def __init__(self, max_cqe: int = 1 << 22, nports: int = 1) -> None:
         self.max_cqe = max_cqe
         self.nports = nports
+        self.broken: set[str] = set()
         self.contexts: dict[str, FakeContext] = {}
         self.qps: dict[int, FakeQueuePair] = {}
         self._numbers = itertools.count(17)
@@ -104,6 +110,8 @@ class FakeContext:
     """Fake of ``pyverbs.device.Context``."""
 
     def __init__(self, fabric: FakeFabric, name: str) -> None:
+        if name in fabric.broken:
+            raise FakePyverbsError(f"Failed to open device {name}")
         self.fabric = fabric
         self.name = name
         self.is_mute = False

@@ -392,7 +392,7 @@ def _no_gid(hca: Hca, index: int, address: str) -> InvalidArgument:
     )
     return InvalidArgument(
         f"RDMA port {hca.label} has no {asked}{f' with address {address}' if address else ''}; "
-        f"its GIDs: {there or 'none'}; {remedy}, or leave the port out with R2CC_HCA=^={hca.label}"
+        f"its GIDs: {there or 'none'}; {remedy}, or leave the port out with R2CC_HCA"
     )
 
 

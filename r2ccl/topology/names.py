@@ -49,7 +49,7 @@ class NameFilter:
 
     def __init__(self, text: str, *, variable: str) -> None:
         self._given = f"{variable}={text!r}"
-        stripped = text.strip()
+        stripped = self._text = text.strip()
         self.is_exclusion = stripped.startswith("^")
         body = stripped.removeprefix("^").strip()
         is_exact = body.startswith("=")
@@ -73,6 +73,10 @@ class NameFilter:
             and (port is None or rule.port in (None, port))
             for rule in self._rules
         )
+
+    def excluding(self, name: str) -> str:
+        """Return a list that excludes `name`, and what this list excludes if it is an exclusion."""
+        return f"{self._text},={name}" if self.is_exclusion else f"^={name}"
 
     def _parse(self, item: str, is_exact: bool) -> _Rule:
         name, colon, port = (part.strip() for part in item.removeprefix("=").partition(":"))

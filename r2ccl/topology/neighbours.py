@@ -4,7 +4,7 @@ Connecting a RoCE queue pair resolves the peer's link-layer address inside a sys
 take a second while Python's GIL is held. `Neighbours` therefore looks into the kernel's neighbour
 table first. If the address is missing, `Neighbours` sends an empty datagram to the peer, which
 makes the kernel resolve the address, and the caller tries again later. This module never waits for
-the resolution.
+the resolution. If a firewall drops the datagram, the address is left to the system call.
 
 References
 ----------
@@ -71,7 +71,7 @@ class Neighbours:
     def __init__(self, find_index: Callable[[], int]) -> None:
         self._find_index = find_index
         self._route = RouteSocket()
-        #: Error numbers of lookups that failed for lack of a resource; each is logged once.
+        #: Error numbers of lookups that failed; each is logged once.
         self._said: set[int | None] = set()
 
     def knows(self, source: str, destination: str) -> bool:
@@ -86,9 +86,10 @@ class Neighbours:
         Returns
         -------
         bool
-            True if the link-layer address is known, if none has to be resolved (`destination` is an
-            address of this machine or an IPv6 link-local address), or if the kernel does not
-            support the query (before Linux 5.0). False if the link-layer address is not known yet,
+            True if the link-layer address is known, or if none has to be resolved (`destination` is
+            an address of this machine or an IPv6 link-local address). Also True if only connecting
+            can resolve it, because the kernel does not support the query (before Linux 5.0) or a
+            firewall drops the datagram. False if the link-layer address is not known yet,
             or if the lookup failed for a reason that may pass: no route exists, the interface is
             down or was removed, the source address was removed, or no file descriptor or kernel
             memory is free.
@@ -112,6 +113,9 @@ class Neighbours:
         except OSError as exc:
             if exc.errno == errno.EOPNOTSUPP:
                 return True
+            if exc.errno == errno.EPERM:
+                self._say_dropped(destination, exc)
+                return True
             if exc.errno in _NO_WAY:
                 return False
             if not is_exhaustion(exc.errno):
@@ -124,13 +128,28 @@ class Neighbours:
         self._route.close()
 
     def _say_exhausted(self, destination: str, exc: OSError) -> None:
-        if exc.errno not in self._said:
-            self._said.add(exc.errno)
+        if self._is_new(exc):
             _log.warning(
                 "cannot resolve the link-layer address of peer %s now: %s; retrying without "
                 "logging this error again",
                 destination, describe_os_error(exc),
             )  # fmt: skip
+
+    def _say_dropped(self, destination: str, exc: OSError) -> None:
+        if self._is_new(exc):
+            _log.warning(
+                "a firewall of this host drops the UDP datagram to port %d of peer %s that "
+                "resolves the peer's link-layer address (%s), so connecting a queue pair resolves "
+                "it and can block this process for a second; let UDP to this port pass on the "
+                "interface of the RDMA NIC",
+                _DISCARD_PORT, destination, describe_os_error(exc),
+            )  # fmt: skip
+
+    def _is_new(self, exc: OSError) -> bool:
+        """Return whether the error's number was not logged yet, and note it as logged."""
+        is_new = exc.errno not in self._said
+        self._said.add(exc.errno)
+        return is_new
 
     def _next_hop(self, to: _Address, index: int) -> _Address | None:
         """Return the next hop on the route to `to`; None if `to` is an address of this machine.

@@ -50,6 +50,29 @@ def test_a_rail_that_is_back_is_whole_again_for_all(at: int) -> None:
         assert health.degraded() == ()
 
 
+@pytest.mark.parametrize("is_seen", [True, False], ids=["carrier lost", "silent"])
+@pytest.mark.parametrize("is_short_first", [True, False])
+def test_a_short_fault_of_a_dead_port_does_not_repair_it(
+    is_short_first: bool, is_seen: bool
+) -> None:
+    down = NicDown(705, 2, RAIL, is_seen)
+    faults = [
+        NicDown(700 if is_short_first else 710, 2, RAIL, is_seen, restore_us=200_000),
+        *(CutPath(715, 2, peer, RAIL, restore_us=200_000) for peer in (1, 3)),
+    ]
+    outcome = simulate(WORKLOAD, FailurePlan((*faults, down)), seed=700)
+    assert outcome.is_clean
+    assert all(health.share(2, RAIL) == 0 for health in outcome.known)
+
+
+def test_a_stopped_rank_goes_on_after_the_last_of_its_stops() -> None:
+    calls = (CallSpec(300),)
+    faults = (Stop(10, 2, 1), Stop(11, 2, 2_000), Stop(12, 2, 5))
+    outcome = simulate(Workload(nranks=4, calls=calls), FailurePlan(faults))
+    assert outcome.is_clean
+    assert outcome.time_s >= 2.0
+
+
 def test_a_stopped_rank_hears_of_its_carriers_when_it_goes_on() -> None:
     heard: list[bool] = []
 

@@ -133,6 +133,41 @@ def test_a_stalled_path_goes_on_when_restored_in_order_and_whole() -> None:
     assert not two.zero.is_stuck(TO_1)
 
 
+def test_a_path_cut_twice_goes_on_after_both_repairs() -> None:
+    two = Two()
+    for _ in range(2):
+        two.network.cut(two.wire, Cut(is_stall=True))
+    two.eager(0)
+    two.network.restore(two.wire)
+    two.run()
+    assert two.arrived() == []
+    two.network.restore(two.wire)
+    two.run()
+    assert two.arrived() == [0]
+
+
+def test_a_break_of_a_stalled_path_loses_its_connection() -> None:
+    two = Two()
+    two.network.cut(two.wire, Cut(is_stall=True))
+    two.eager(0)
+    two.network.cut(two.wire, Cut(told=(1,)))
+    for _ in range(2):
+        two.network.restore(two.wire)
+    two.run()
+    assert two.arrived() == []
+    assert two.failures() == [["RETRY_EXC_ERR"], ["PORT_ERR"]]
+
+
+def test_a_second_cut_does_not_recall_what_is_in_flight() -> None:
+    two = Two()
+    two.eager(0)
+    two.run(lambda: bool(two.wire.ends[0].flight))
+    two.network.cut(two.wire, Cut(keep=1, late_s=0.05))
+    two.network.cut(two.wire, Cut())
+    two.run()
+    assert two.arrived() == [0]
+
+
 def test_a_broken_path_stays_broken_when_restored() -> None:
     two = Two()
     two.network.cut(two.wire, Cut())
@@ -214,7 +249,8 @@ def test_a_port_off_the_fabric_answers_nobody_and_asks_nobody() -> None:
     assert [three.ask(ProbeKey(1, 0, via)) for via in (0, 1)] == [False, False]
     assert [three.ask(ProbeKey(1, 1, via)) for via in (0, 1)] == [True, True]
     three.network.set_port(1, 0, is_up=True)
-    three.network.set_port(0, 0, is_up=False)
+    for is_up in (False, False, True):
+        three.network.set_port(0, 0, is_up=is_up)
     assert [three.ask(ProbeKey(1, rail, 0)) for rail in (0, 1)] == [False, False]
     assert three.ask(ProbeKey(1, 0, 1)) is True
 

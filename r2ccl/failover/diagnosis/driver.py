@@ -160,7 +160,7 @@ class Diagnosis:
         self._open: dict[PathKey, _Case] = {}
         self._settled: dict[PathKey, _Case] = {}
         self._verdicts: dict[PathKey, Verdict] = {}
-        #: Findings of peers that arrived before this end learned of the failure.
+        #: Findings of peers about failures that this end has not learned of yet.
         self._early: dict[PathKey, Finding] = {}
         self._asked: dict[int, _Asked] = {}
         self._nasked = 0
@@ -198,6 +198,7 @@ class Diagnosis:
             case.has_failed = True
             case.path_diagnosis.on_cause(self._clock(), cause, is_own=is_own)
             self._go_on(case)
+            self._take_early(case)
             return
         news = self._news.get(key)
         if news is None or news.epoch < epoch:
@@ -352,11 +353,22 @@ class Diagnosis:
             self._go_on(case, path_diagnosis.begin(now))
             return
         actions = path_diagnosis.begin(now, news.own_cause, news.peers_cause)
-        finding = self._early.pop(key, None)
-        if finding is not None and finding.epoch == epoch and path_diagnosis.verdict is None:
-            path_diagnosis.on_finding(now, finding)
-            self._go_on(case, is_told=True)
+        self._take_early(case)
         self._go_on(case, actions)
+
+    def _take_early(self, case: _Case) -> None:
+        """Pass to `case`, whose path has failed, the peer's finding that arrived earlier, if any.
+
+        A finding of a later epoch is kept for the diagnosis of that epoch.
+        """
+        key = case.path_diagnosis.path
+        finding = self._early.get(key)
+        if finding is None or finding.epoch > case.epoch:
+            return
+        del self._early[key]
+        if finding.epoch == case.epoch and case.path_diagnosis.verdict is None:
+            case.path_diagnosis.on_finding(self._clock(), finding)
+            self._go_on(case, is_told=True)
 
     def _go_on(self, case: _Case, actions: Sequence[Action] = (), *, is_told: bool = False) -> None:
         """Publish the verdict if it is new; if there is no verdict, carry out `actions`.

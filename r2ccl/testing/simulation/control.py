@@ -38,8 +38,12 @@ class ControlHost(Protocol):
     """Rank that owns a control plane and receives its events."""
 
     rank: int
-    is_stopped: bool
     is_dead: bool
+
+    @property
+    def is_stopped(self) -> bool:
+        """True while the process is stopped."""
+        ...
 
     def on_message(self, peer: int, message: object) -> None:
         """Handle a message from `peer`; those sent over one session arrive in the order sent."""

@@ -14,7 +14,7 @@ Equal seeds and equal calls give equal traces.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -108,8 +108,8 @@ class SimNetwork:
             for b in range(a + 1, nranks)
             for rail in range(nrails)
         }
-        #: (rank, rail) of the ports that are off the fabric.
-        self._down: set[tuple[int, int]] = set()
+        #: How often each port, a (rank, rail), was disconnected and not reconnected.
+        self._ndisconnected: Counter[tuple[int, int]] = Counter()
         #: Newest bypass of each pair of ranks.
         self._bypasses: dict[tuple[int, int], Wire] = {}
 
@@ -122,7 +122,7 @@ class SimNetwork:
         pair = (min(rank, peer), max(rank, peer))
         if way.to == peer:
             ports = frozenset({(rank, way.via), (peer, way.rail)})
-            if not self.is_full or ports & self._down:
+            if not self.is_full or any(self._ndisconnected[port] for port in ports):
                 return None
             wire = Wire(pair, BYPASS, ports=ports)
         else:
@@ -160,16 +160,17 @@ class SimNetwork:
     # Cuts and repairs
 
     def cut(self, wire: Wire, cut: Cut) -> None:
-        """Break `wire` as `cut` describes; messages sent later do not arrive before `restore`.
+        """Break `wire` as `cut` describes; messages sent later do not arrive before its repair.
 
-        The bypasses over the wire break too. Do nothing if the wire is broken already.
+        The bypasses over the wire break too. If the wire is broken already, the pieces that an
+        earlier cut kept in flight still arrive.
         """
-        if not wire.is_up:
-            return
         self.note("cut", wire.pair, wire.rail)
-        wire.is_up = False
+        was_up = wire.is_up
+        wire.ncuts += 1
         for end in wire.ends:
-            self._cut_flight(end, cut)
+            if was_up:
+                self._cut_flight(end, cut)
             if not cut.is_stall:
                 self._break(end)
             if end.rank in cut.told:
@@ -180,11 +181,13 @@ class SimNetwork:
                 self.cut(bypass, Cut((), cut.keep, cut.late_s))
 
     def restore(self, wire: Wire) -> None:
-        """Repair `wire`; connections that only stalled continue."""
+        """Undo one cut of `wire`, if any; after the last one, stalled connections continue."""
         if wire.is_up:
             return
         self.note("restore", wire.pair, wire.rail)
-        wire.is_up = True
+        wire.ncuts -= 1
+        if wire.ncuts:
+            return
         for end in wire.ends:
             held, end.held = end.held, deque()
             for piece in held:
@@ -244,14 +247,15 @@ class SimNetwork:
             self._starve(end)
 
     def set_port(self, rank: int, rail: int, is_up: bool) -> None:
-        """Disconnect a port from the fabric, or reconnect it.
+        """Disconnect a port from the fabric, or undo one disconnection.
 
         A disconnected port answers no probes, its bypasses break, and new bypasses cannot use it.
         The caller must cut or restore the other wires of the port.
         """
-        self._down.discard((rank, rail))
-        if not is_up:
-            self._down.add((rank, rail))
+        if is_up:
+            self._ndisconnected[rank, rail] -= 1
+        else:
+            self._ndisconnected[rank, rail] += 1
             for bypass in self._bypasses.values():
                 if (rank, rail) in bypass.ports:
                     self.cut(bypass, Cut())
@@ -267,7 +271,7 @@ class SimNetwork:
 
     def is_way_up(self, rank: int, key: ProbeKey) -> bool:
         """Return True if probe `key` of `rank` would arrive now."""
-        if {(rank, key.via), (key.peer, key.rail)} & self._down:
+        if self._ndisconnected[rank, key.via] or self._ndisconnected[key.peer, key.rail]:
             return False
         return key.rail != key.via or self.wire(rank, key.peer, key.rail).is_up
 

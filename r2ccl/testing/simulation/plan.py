@@ -123,7 +123,7 @@ class CutPath(msgspec.Struct, frozen=True):
         is lost. See `r2ccl.testing.simulation.wire.Cut`.
     restore_us : int
         Time from the cut until the path is repaired; 0 means never. A path that several faults
-        have broken works again after the first repair.
+        have broken works again after the last repair.
     """
 
     at: int

@@ -116,7 +116,8 @@ class SimRank:
         self, rank: int, network: SimNetwork, config: Config, work: SimWork, checker: Checker
     ) -> None:
         self.rank = rank
-        self.is_stopped = False
+        #: Number of stops that are not over.
+        self._nstops = 0
         self.is_dead = False
         self.phase = RankPhase.CONNECTING
         self.error: R2cclError | None = None
@@ -202,10 +203,10 @@ class SimRank:
     def stop(self, duration_s: float) -> None:
         """Stop the process for `duration_s` seconds, as SIGSTOP and SIGCONT do.
 
-        Do nothing if the process is stopped already, or dead.
+        It goes on after the last stop is over. Do nothing if the process is dead.
         """
-        if not self.is_stopped and not self.is_dead:
-            self.is_stopped = True
+        if not self.is_dead:
+            self._nstops += 1
             self._timeline.after(duration_s, self._go_on)
 
     def kill(self) -> None:
@@ -213,9 +214,14 @@ class SimRank:
         self.is_dead = True
         self.transport.close()
 
+    @property
+    def is_stopped(self) -> bool:
+        """True while the process is stopped."""
+        return self._nstops > 0
+
     def _go_on(self) -> None:
-        self.is_stopped = False
-        if not self.is_dead:
+        self._nstops -= 1
+        if not self.is_stopped and not self.is_dead:
             self.control.resume()
             self._wake()
             self._tick(0)

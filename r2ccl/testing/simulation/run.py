@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -172,6 +173,8 @@ class World:
         self._held = {
             fault.number: fault.ms / 1e3 for fault in plan.faults if isinstance(fault, Hold)
         }
+        #: Number of faults, not over yet, for which each NIC, a (rank, rail), has no carrier.
+        self._ncarrier_faults: Counter[tuple[int, int]] = Counter()
         timed = [fault for fault in plan.faults if not isinstance(fault, Lose | Hold)]
         self._faults = sorted(timed, key=lambda fault: -fault.at)
 
@@ -242,9 +245,8 @@ class World:
             for wire in wires:
                 network.cut(wire, _cut(fault, ()))
             network.set_port(fault.rank, fault.rail, is_up=False)
-            rank = self.ranks[fault.rank]
             if fault.is_seen:
-                rank.on_carrier(fault.rail, False)
+                self._count_carrier_fault(fault, 1)
             self._restore_later(fault.restore_us, wires, fault)
         elif isinstance(fault, Exclude):
             by = self.ranks[fault.by]
@@ -271,10 +273,21 @@ class World:
             if nic is not None:
                 self.network.set_port(nic.rank, nic.rail, is_up=True)
                 if nic.is_seen:
-                    # The kernel keeps the notification for a process that is stopped.
-                    self.ranks[nic.rank].on_carrier(nic.rail, True)
+                    self._count_carrier_fault(nic, -1)
 
         self.timeline.after(after_us / 1e6, restore)
+
+    def _count_carrier_fault(self, nic: NicDown, step: int) -> None:
+        """Count a fault that begins (`step` 1) or ends (-1); notify its rank of a carrier change.
+
+        The kernel keeps the notification for a process that is stopped.
+        """
+        port = nic.rank, nic.rail
+        had_carrier = not self._ncarrier_faults[port]
+        self._ncarrier_faults[port] += step
+        has_carrier = not self._ncarrier_faults[port]
+        if has_carrier is not had_carrier:
+            self.ranks[nic.rank].on_carrier(nic.rail, has_carrier)
 
     def _route(self, message: SimMessage) -> Fate:
         number = message.number

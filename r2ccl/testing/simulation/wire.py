@@ -192,7 +192,7 @@ class Wire:
     breaks if one of these wires or ports breaks, and is never repaired.
     """
 
-    __slots__ = ("ends", "is_up", "legs", "pair", "ports", "rail")
+    __slots__ = ("ends", "legs", "ncuts", "pair", "ports", "rail")
 
     def __init__(
         self,
@@ -205,9 +205,15 @@ class Wire:
         self.rail = rail
         self.legs = legs
         self.ports = ports
-        self.is_up = True
+        #: Number of cuts that are not repaired.
+        self.ncuts = 0
         #: Both ends of the newest connection; empty before the first.
         self.ends: tuple[End, ...] = ()
+
+    @property
+    def is_up(self) -> bool:
+        """True if the wire is not cut."""
+        return self.ncuts == 0
 
 
 class End:

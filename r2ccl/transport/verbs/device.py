@@ -97,7 +97,8 @@ class NeighbourTable(Protocol):
     def knows(self, source: str, destination: str) -> bool:
         """Return True if the link-layer address of `destination` is known or not needed.
 
-        Otherwise request its resolution and return False at once. Both arguments are GIDs as text.
+        Also return True if only connecting a queue pair can resolve it. Otherwise request its
+        resolution and return False at once. Both arguments are GIDs as text.
 
         Raises
         ------
@@ -194,7 +195,7 @@ class RdmaDevice:
             raise TransportError(
                 f"{self.name} has completion queues of {most} entries, but {self._npeers} peers "
                 f"need {needed}, {NCOMPLETIONS} each: use at most {most_peers(most) + 1} ranks, or "
-                f"exclude the NIC with R2CC_HCA=^={self.name}",
+                "leave the NIC out with R2CC_HCA",
                 status="CQ_ENTRIES",
             )
 

@@ -231,6 +231,29 @@ def test_a_finding_that_comes_before_the_failure_is_kept_for_it() -> None:
     assert world.findings() == []
 
 
+def test_a_finding_about_a_suspect_counts_once_it_fails() -> None:
+    world = World()
+    world.diagnosis.suspect(A)
+    world.diagnosis.on_message(1, Finding(0, 0, VerdictKind.LINK, "found"))
+    assert world.kinds() == {}
+    world.fail(A)
+    assert world.kinds() == {A: VerdictKind.LINK}
+    assert world.findings() == []
+
+
+def test_a_finding_of_the_next_epoch_outlives_this_one() -> None:
+    world = World()
+    world.fail(A)
+    world.diagnosis.on_message(1, Finding(0, 1, VerdictKind.LINK, "found"))
+    world.tick()
+    world.answer(lambda key: True)
+    assert world.kinds() == {A: VerdictKind.FLOW}
+    world.paths[A].epoch = 1
+    world.fail(A)
+    world.tick()
+    assert world.kinds() == {A: VerdictKind.LINK}
+
+
 def test_a_finding_of_an_old_epoch_or_unknown_rail_is_ignored() -> None:
     world = World()
     world.paths[A].epoch = 5

@@ -36,6 +36,20 @@ def test_silence_is_probed_and_no_answer_fails_the_path() -> None:
     assert world.links.paths[B].state is PathState.UP
 
 
+def test_the_silence_of_a_path_ends_with_its_connection() -> None:
+    world = World()
+    world.links.recv(world.links.receiver(1, 0), None, None, 0)  # type: ignore[arg-type]
+    world.look(0.4)
+    world.fail(A)
+    world.repair(A)
+    world.open(A.rail, 1)
+    world.look(0.1)
+    world.answer(A, True)  # the probe of the failure's diagnosis
+    world.transport.probed.clear()
+    world.look(0.2)
+    assert world.transport.probed == [straight(B)]
+
+
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_peer_that_sends_on_another_rail_is_not_slow(is_busy: bool) -> None:
     world = World()
