@@ -100,7 +100,6 @@ class GpuDirectBackend(SignalledStream):
         self._reductions = ReductionStream(device, kernels)
         #: Address of a word in pinned memory; the write of this word is the last work of each call.
         self._last_word = int(self._pinned.ctypes.data) + LINE_NBYTES
-        self._number = 0
         self._arrays = StagingBuffers(device, memory, self._rank, self._nranks)
         self._prepared: set[Form] = set()
         #: Layouts of plans, each with its `cleared` form, by the ``id`` of the layout.
