@@ -33,8 +33,8 @@ import contextlib
 
 from r2ccl.clock import Clock
 from r2ccl.config import Config
-from r2ccl.device.base import Device, Event, Stream
-from r2ccl.errors import R2cclError, TransportError, TransportTimeout
+from r2ccl.device.base import Device, Stream
+from r2ccl.errors import R2cclError, TransportError
 from r2ccl.failover.migration.links import Links
 from r2ccl.gpu.device_reduction import ReductionKernels, ReductionStream
 from r2ccl.gpu.host_signal import LINE_NBYTES, DeviceCall, DeviceJob, SignalledStream
@@ -87,14 +87,16 @@ class GpuDirectBackend(SignalledStream):
         config: Config,
         clock: Clock,
     ) -> None:
-        super().__init__(device, engine.rank, nlines=2)
+        super().__init__(
+            device, engine.rank, check=engine.check, clock=clock, timeout_s=config.timeout_s,
+            nlines=2,
+        )  # fmt: skip
         self._kernels = kernels
         self._engine = engine
         self._enter = enter
         self._memory = memory
         self._pxn_routes = pxn_routes
         self._config = config
-        self._clock = clock
         self._nranks = engine.nranks
         self._pool = LandingPool(memory.place, config.landing_depth)
         self._reductions = ReductionStream(device, kernels)
@@ -182,7 +184,7 @@ class GpuDirectBackend(SignalledStream):
             If the collective failed.
         """
         try:
-            self._await(job.before)
+            self._wait_for_earlier(job.before)
             self._carry_out(job)
         except BaseException as exc:
             job.error = exc
@@ -263,32 +265,12 @@ class GpuDirectBackend(SignalledStream):
             found = self._cleared[id(layout)] = (layout, cleared(layout))
         return found[1]
 
-    def _await(self, event: Event) -> None:
-        until_s = self._clock() + self._config.timeout_s
-        while not self._device.synchronize(event, _LOOK_S):
-            self._require_time(
-                until_s, "the GPU did not finish the work that precedes a collective on its stream"
-            )
-
     def _settle(self) -> None:
         """Wait for all kernels and copies of the call."""
-        until_s = self._clock() + self._config.timeout_s
-        while not self._reductions.drain(_LOOK_S):
-            self._require_time(until_s, "the GPU did not finish the kernels of a collective")
-
-    def _require_time(self, until_s: float, what: str) -> None:
-        self._engine.check()
-        if self._clock() >= until_s:
-            raise TransportTimeout(
-                f"rank {self._rank}: {what} in {self._config.timeout_s:g} s; look for a kernel "
-                "that hangs, or raise R2CC_TIMEOUT_S",
-                rank=self._rank,
-                status="TIMEOUT",
-            )
+        until_s = self._clock() + self._timeout_s
+        self._wait(self._reductions.drain, until_s, "the kernels of a collective")
 
 
-#: Interval at which a wait for the device checks whether the communicator has ended, in seconds.
-_LOOK_S = 0.05
 #: Longest wait for the kernels of a failed call, and then for its PXN copies in each direction, in
 #: seconds.
 _FAILED_S = 5.0
