@@ -17,7 +17,9 @@ work is done.
 *Memory and kernels* of a call are prepared in `GpuDirectBackend.prepare`, while no stream waits for
 a call, because allocating and loading may wait for the device. The worker allocates only memory
 whose need `prepare` cannot know: scratch memory of some schedules, landing places beyond the number
-used so far, and the staging copy of an array whose registration fails.
+used so far, and the staging copy of an array whose registration fails. If the driver waits for all
+work of the device in such an allocation, and the caller's stream already waits for the call, the
+call hangs; ``make bench-gpu`` shows whether cuMemAlloc waits.
 
 *Groups.* `GpuDirectBackend.begin_part` runs a collective among a subset of the ranks; see
 `r2ccl.gpu.hierarchical`.
