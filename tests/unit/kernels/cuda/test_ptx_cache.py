@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -169,6 +170,7 @@ def fail(*_: object) -> None:
 def test_a_library_of_the_compiler_that_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    importlib.import_module("r2ccl.kernels.cuda.compiling")  # Numba keeps what it finds
     monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", fail)
 
     with pytest.raises(TransportError, match=r"no luck.*pip install") as raised:
