@@ -1,9 +1,9 @@
 """Experiments that show which driver calls wait for a stream that waits for the host.
 
-The library allocates, maps and loads only while no stream waits for the host (`r2ccl.gpu`), because
-CUDA does not document which calls wait for the device. The results show for which calls this is
-necessary, and how many operations fit in the launch queue behind a wait. A stream is *parked* while
-it waits for the host.
+The library allocates, maps and loads only while no stream waits for the host, with the exceptions
+in `r2ccl.gpu.gpudirect`, because CUDA does not document which calls wait for the device. The
+results show for which calls this is necessary, and how many operations fit in the launch queue
+behind a wait. A stream is *parked* while it waits for the host.
 
 Invariant: once a call has waited for `_DEADLINE_S`, the parked stream continues, so the call ends.
 """

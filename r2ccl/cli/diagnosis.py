@@ -129,7 +129,7 @@ def _absent_pyverbs(facts: Facts) -> DoctorFinding:
             "pyverbs",
             "error",
             f"is installed, but {facts.python} does not find it",
-            f"ln -s {DISTRIBUTION_PYVERBS} into this environment's site-packages",
+            f"ln -sf {DISTRIBUTION_PYVERBS} into this environment's site-packages",
         )
     return DoctorFinding(
         "pyverbs",

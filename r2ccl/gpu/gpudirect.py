@@ -17,7 +17,9 @@ work is done.
 *Memory and kernels* of a call are prepared in `GpuDirectBackend.prepare`, while no stream waits for
 a call, because allocating and loading may wait for the device. The worker allocates only memory
 whose need `prepare` cannot know: scratch memory of some schedules, landing places beyond the number
-used so far, and the staging copy of an array whose registration fails.
+used so far, and the staging copy of an array whose registration fails. If the driver waits for all
+work of the device in such an allocation, and the caller's stream already waits for the call, the
+call hangs; ``make bench-gpu`` shows whether cuMemAlloc waits.
 
 *Groups.* `GpuDirectBackend.begin_part` runs a collective among a subset of the ranks; see
 `r2ccl.gpu.hierarchical`.
@@ -33,8 +35,8 @@ import contextlib
 
 from r2ccl.clock import Clock
 from r2ccl.config import Config
-from r2ccl.device.base import Device, Event, Stream
-from r2ccl.errors import R2cclError, TransportError, TransportTimeout
+from r2ccl.device.base import Device, Stream
+from r2ccl.errors import R2cclError, TransportError
 from r2ccl.failover.migration.links import Links
 from r2ccl.gpu.device_reduction import ReductionKernels, ReductionStream
 from r2ccl.gpu.host_signal import LINE_NBYTES, DeviceCall, DeviceJob, SignalledStream
@@ -87,20 +89,21 @@ class GpuDirectBackend(SignalledStream):
         config: Config,
         clock: Clock,
     ) -> None:
-        super().__init__(device, engine.rank, nlines=2)
+        super().__init__(
+            device, engine.rank, check=engine.check, clock=clock, timeout_s=config.timeout_s,
+            nlines=2,
+        )  # fmt: skip
         self._kernels = kernels
         self._engine = engine
         self._enter = enter
         self._memory = memory
         self._pxn_routes = pxn_routes
         self._config = config
-        self._clock = clock
         self._nranks = engine.nranks
         self._pool = LandingPool(memory.place, config.landing_depth)
         self._reductions = ReductionStream(device, kernels)
         #: Address of a word in pinned memory; the write of this word is the last work of each call.
         self._last_word = int(self._pinned.ctypes.data) + LINE_NBYTES
-        self._number = 0
         self._arrays = StagingBuffers(device, memory, self._rank, self._nranks)
         self._prepared: set[Form] = set()
         #: Layouts of plans, each with its `cleared` form, by the ``id`` of the layout.
@@ -183,7 +186,7 @@ class GpuDirectBackend(SignalledStream):
             If the collective failed.
         """
         try:
-            self._await(job.before)
+            self._wait_for_earlier(job.before)
             self._carry_out(job)
         except BaseException as exc:
             job.error = exc
@@ -264,32 +267,12 @@ class GpuDirectBackend(SignalledStream):
             found = self._cleared[id(layout)] = (layout, cleared(layout))
         return found[1]
 
-    def _await(self, event: Event) -> None:
-        until_s = self._clock() + self._config.timeout_s
-        while not self._device.synchronize(event, _LOOK_S):
-            self._require_time(
-                until_s, "the GPU did not finish the work that precedes a collective on its stream"
-            )
-
     def _settle(self) -> None:
         """Wait for all kernels and copies of the call."""
-        until_s = self._clock() + self._config.timeout_s
-        while not self._reductions.drain(_LOOK_S):
-            self._require_time(until_s, "the GPU did not finish the kernels of a collective")
-
-    def _require_time(self, until_s: float, what: str) -> None:
-        self._engine.check()
-        if self._clock() >= until_s:
-            raise TransportTimeout(
-                f"rank {self._rank}: {what} in {self._config.timeout_s:g} s; look for a kernel "
-                "that hangs, or raise R2CC_TIMEOUT_S",
-                rank=self._rank,
-                status="TIMEOUT",
-            )
+        until_s = self._clock() + self._timeout_s
+        self._wait(self._reductions.drain, until_s, "the kernels of a collective")
 
 
-#: Interval at which a wait for the device checks whether the communicator has ended, in seconds.
-_LOOK_S = 0.05
 #: Longest wait for the kernels of a failed call, and then for its PXN copies in each direction, in
 #: seconds.
 _FAILED_S = 5.0

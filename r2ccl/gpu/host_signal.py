@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -85,15 +86,33 @@ class SignalledStream:
     device : Device
     rank : int
         Number of this rank.
+    check : callable
+        Raises the error that ended the communicator, if it has ended.
+    clock : Clock
+    timeout_s : float
+        Longest wait for work of the device, in seconds.
     nlines : int
         Number of cache lines of pinned memory; the word is at the start of the first one.
     waits : bool
         True if the backend's own stream waits for words, too; see `Device.make_stream`.
     """
 
-    def __init__(self, device: Device, rank: int, nlines: int = 1, *, waits: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        rank: int,
+        *,
+        check: Callable[[], None],
+        clock: Clock,
+        timeout_s: float,
+        nlines: int = 1,
+        waits: bool = False,
+    ) -> None:
         self._device = device
         self._rank = rank
+        self._check = check
+        self._clock = clock
+        self._timeout_s = timeout_s
         self._stream = device.make_stream(waits=waits)
         self._pinned = device.allocate_pinned(nlines * LINE_NBYTES)
         self._signal_word = self._pinned.view(np.uint32)[:1]
@@ -194,6 +213,48 @@ class SignalledStream:
             self._signal_word[0] = number & WORD
             raise
 
+    def _wait(self, is_over: Callable[[float], bool], until_s: float, what: str) -> None:
+        """Wait until `is_over` returns True.
+
+        Parameters
+        ----------
+        is_over : callable
+            ``is_over(seconds)`` waits up to `seconds` for the device; returns whether it is done.
+        until_s : float
+            End of the wait by the clock: `_timeout_s` after the begin of the wait, or of the call.
+        what : str
+            What the device does, for the error.
+
+        Raises
+        ------
+        TransportTimeout
+            If the device is not done in time.
+        TransportError
+            If the device failed.
+        R2cclError
+            If the communicator ended.
+        """
+        while not is_over(_LOOK_S):
+            self._check()
+            if self._clock() >= until_s:
+                raise TransportTimeout(
+                    f"rank {self._rank}: the GPU did not finish {what} in {self._timeout_s:g} s; "
+                    "look for a kernel that hangs, or raise R2CC_TIMEOUT_S",
+                    rank=self._rank,
+                    status="TIMEOUT",
+                )
+
+    def _wait_for_earlier(self, event: Event) -> None:
+        """Wait until `event` is done, which follows the caller's earlier work on the device.
+
+        Errors: as `_wait`.
+        """
+        self._wait(
+            partial(self._device.synchronize, event),
+            self._clock() + self._timeout_s,
+            "the work that precedes this collective on its stream",
+        )
+
     def _is_idle_in(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for the stream; return whether it is idle."""
         last = self._recorded(self._stream)
@@ -247,30 +308,8 @@ class SignalledStream:
 class HostMemoryBackend(SignalledStream, Generic[_Job]):
     """Base class of the backends that run collectives on copies in host memory.
 
-    Parameters
-    ----------
-    device : Device
-    rank : int
-    check : callable
-        Raises the error that ended the communicator, if it has ended.
-    clock : Clock
-    timeout_s : float
-        Time limit for earlier work on the device, in seconds.
+    The parameters are those of `SignalledStream`.
     """
-
-    def __init__(
-        self,
-        device: Device,
-        rank: int,
-        *,
-        check: Callable[[], None],
-        clock: Clock,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(device, rank)
-        self._check = check
-        self._clock = clock
-        self._timeout_s = timeout_s
 
     def finish(self, job: _Job) -> None:
         """Execute the call of `job`; runs in the worker thread.
@@ -328,27 +367,9 @@ class HostMemoryBackend(SignalledStream, Generic[_Job]):
         """Wait until `event` is done, and recycle it.
 
         `event` is recorded after copies that follow the caller's earlier work on the device.
-
-        Raises
-        ------
-        TransportTimeout
-            If the work did not end in time.
-        TransportError
-            If the device failed.
-        R2cclError
-            If the communicator ended.
+        Errors: as `_wait`.
         """
-        until_s = self._clock() + self._timeout_s
-        while not self._device.synchronize(event, _LOOK_S):
-            self._check()
-            if self._clock() >= until_s:
-                raise TransportTimeout(
-                    f"rank {self._rank}: the GPU did not finish the work that precedes this "
-                    f"collective on its stream within {self._timeout_s:g} s; look for a kernel "
-                    "that hangs, or raise R2CC_TIMEOUT_S",
-                    rank=self._rank,
-                    status="TIMEOUT",
-                )
+        self._wait_for_earlier(event)
         self.recycle(event)
 
 

@@ -26,7 +26,8 @@ Only the owner's stream waits for the words ``ready`` and ``done`` of a section.
 owner's CPU overwrites them, so that this stream continues; no other rank is affected.
 
 A message is stored before its number, so a rank that has read the number reads the complete
-message.
+message. A rank copies a message before it stores ``taken``, and ``kept`` before its stream writes a
+higher number to ``done``. Fences keep these orders on processors that would change them.
 
 The memory is a file that only the user who runs the ranks can access. Its name is removed after all
 ranks of the node have opened it. Invariant: a message is overwritten only after every rank has read
@@ -38,14 +39,16 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.kernels.native import callable_of
+from r2ccl.shm.machine import MACHINE
 
 #: Directory for the file, on a file system in memory.
 _DIRECTORY = Path("/dev/shm")
@@ -68,6 +71,11 @@ _PAGE = 4096
 RANK_NBYTES = -(-(_RING_AT + _DEPTH * MESSAGE_NBYTES) // _PAGE) * _PAGE
 _WORD = 0xFFFFFFFF
 
+#: Function that orders all earlier memory accesses of the calling thread before all later ones.
+Fence: TypeAlias = Callable[[], object]
+#: Maker of a `Fence`, for `callable_of`.
+_FENCE = "r2ccl.shm.atomics:make_fence"
+
 
 class IpcBoard:
     """One rank's access to the shared memory of its node.
@@ -83,12 +91,17 @@ class IpcBoard:
         Member index of this rank.
     nlocal : int
         Number of ranks in the node.
+    fence : callable
+        See `load_fence`.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], index: int, nlocal: int) -> None:
+    def __init__(
+        self, memory: npt.NDArray[np.uint8], index: int, nlocal: int, fence: Fence
+    ) -> None:
         self.memory = memory
         self.index = index
         self.nlocal = nlocal
+        self._fence = fence
         self._words = memory.view(np.uint32).reshape(nlocal, -1)
 
     def may_post(self, number: int) -> bool:
@@ -97,6 +110,7 @@ class IpcBoard:
         It overwrites the message of 64 calls ago, which every rank of the node must have read.
         """
         taken = self._words[:, _TAKEN // 4].tolist()
+        self._fence()
         return all(_is_reached(word, number - _DEPTH) for word in taken)
 
     def post(self, number: int, message: bytes) -> None:
@@ -122,9 +136,7 @@ class IpcBoard:
             )
         at = self._message_at(self.index, number)
         self.memory[at : at + len(message)] = np.frombuffer(message, np.uint8)
-        # x86 keeps the order of one thread's stores. On other processors, taking and releasing a
-        # lock is a memory fence.
-        _FENCE()
+        self._fence()
         self._words[self.index, _POSTED // 4] = number & _WORD
 
     def read(self, peer: int, number: int) -> bytes | None:
@@ -135,7 +147,7 @@ class IpcBoard:
         """
         if not _is_reached(int(self._words[peer, _POSTED // 4]), number):
             return None
-        _FENCE()
+        self._fence()
         at = self._message_at(peer, number)
         return self.memory[at : at + MESSAGE_NBYTES].tobytes()
 
@@ -144,6 +156,7 @@ class IpcBoard:
 
         Earlier messages count as read too.
         """
+        self._fence()
         self._words[self.index, _TAKEN // 4] = number & _WORD
 
     def mark_mapped(self, peer: int, slot: int, number: int) -> None:
@@ -205,10 +218,14 @@ class IpcBoard:
         """
         page = self._words[self.index]
         page[_KEPT // 4] = page[_DONE // 4 + self.index]
-        _FENCE()
+        self._fence()
 
     def has_kept(self, peer: int, number: int) -> bool:
-        """Return whether `peer` had finished round `number` when it failed; it must have failed."""
+        """Return whether `peer` had finished round `number` when it failed.
+
+        `have_done` must have shown that it failed.
+        """
+        self._fence()
         return _is_reached(int(self._words[peer, _KEPT // 4]), number)
 
     def release(self, number: int) -> None:
@@ -350,16 +367,39 @@ def _is_reached(word: int, number: int) -> bool:
     return (word - number) & _WORD < 1 << 31
 
 
-def _make_fence() -> Callable[[], None]:
-    lock = threading.Lock()
+def load_fence() -> Fence:
+    """Return the fence of `IpcBoard` for this machine; compile it if the machine needs one.
 
-    def fence() -> None:
-        with lock:
-            return
+    x86-64 processors can only delay a store beyond a later load of another word, which no order of
+    the board forbids. There, the result does nothing.
 
-    return fence
+    Raises
+    ------
+    TransportError
+        If the machine needs a compiled fence, and compiled code cannot be used.
+    """
+    if MACHINE == "x86_64":
+        return _do_nothing
+    try:
+        return callable_of(_FENCE)
+    except (ImportError, OSError, TransportError) as exc:
+        raise TransportError(
+            f"machine {MACHINE!r} needs compiled code to order accesses to shared memory, which "
+            f"cannot be used: {exc}"
+        ) from exc
 
 
-_FENCE = _make_fence()
+def _do_nothing() -> None:
+    pass
 
-__all__ = ["MESSAGE_NBYTES", "MOST_RANKS", "NSLOTS", "RANK_NBYTES", "IpcBoard", "SharedFile"]
+
+__all__ = [
+    "MESSAGE_NBYTES",
+    "MOST_RANKS",
+    "NSLOTS",
+    "RANK_NBYTES",
+    "Fence",
+    "IpcBoard",
+    "SharedFile",
+    "load_fence",
+]

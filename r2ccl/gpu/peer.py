@@ -62,10 +62,8 @@ _VECTOR_NBYTES = 16
 _NTABLES = 16
 #: Number of rounds that is larger than the lead of any rank over another rank.
 _AHEAD = 1 << 20
-#: Interval at which the board is polled, and interval at which a wait for the device checks whether
-#: the communicator has ended, in seconds.
+#: Interval at which the board is polled, in seconds.
 _POLL_S = 20e-6
-_LOOK_S = 0.05
 #: Number of calls whose addresses are kept for later calls with the same messages.
 _MOST_REPEATED = 64
 #: Size limit of windows if all arrays are mapped: none.
@@ -212,7 +210,9 @@ class PeerBackend(SignalledStream):
         timeout_s: float,
     ) -> None:
         members, board = tuple(members), memory.board
-        super().__init__(device, members[board.index], waits=True)
+        super().__init__(
+            device, members[board.index], check=check, clock=clock, timeout_s=timeout_s, waits=True
+        )
         self._sleep = sleep
         self._kernels = kernels
         self._memory = memory
@@ -220,9 +220,6 @@ class PeerBackend(SignalledStream):
         self._members = members
         #: This rank's index in the node, and the number of ranks in the node.
         self._at, self._nlocal = board.index, board.nlocal
-        self._check = check
-        self._clock = clock
-        self._timeout_s = timeout_s
         self._words = device.pin(board.memory)
         #: Words that this rank's stream writes, and those that it waits for, before and after the
         #: kernel of a round.
@@ -613,16 +610,11 @@ class PeerBackend(SignalledStream):
 
         Return early if a later call was begun, because the wait for that call includes this one.
         """
-        while job.number == self._number and not self._device.synchronize(job.done, _LOOK_S):
-            self._check()
-            if self._clock() >= until_s:
-                raise TransportTimeout(
-                    f"rank {self._rank}: the GPU did not finish collective {job.number} on GPU "
-                    f"memory in {self._timeout_s:g} s; look for a kernel that hangs on a GPU of "
-                    "this node, or raise R2CC_TIMEOUT_S",
-                    rank=self._rank,
-                    status="TIMEOUT",
-                )
+        self._wait(
+            lambda s: job.number != self._number or self._device.synchronize(job.done, s),
+            until_s,
+            f"collective {job.number} on the memory of this node's GPUs",
+        )
 
     def _release_streams(self, error: BaseException) -> None:
         """Let this rank's stream continue without the other ranks, because the communicator ends.

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.gpu.ipc_board import RANK_NBYTES, IpcBoard, SharedFile
+from r2ccl.gpu.ipc_board import RANK_NBYTES, IpcBoard, SharedFile, load_fence
 from r2ccl.gpu.peer import PeerKernels
 from r2ccl.gpu.peer_memory import PeerMemory
 from r2ccl.types import AllgatherBytes, CallSignature, Collective
@@ -104,9 +104,8 @@ def connect_peers(
     own = device.allocate(2 * max(area_nbytes, len(members) * _PATTERN_NBYTES))
     attempt = _Attempt(device, kernels, members, at, [0] * len(members), allgather)
     attempt.areas[at] = own
-    why, file = _offer(attempt)
-    if file is not None:
-        board = IpcBoard(file.memory, at, len(members))
+    why, board = _offer(attempt)
+    if board is not None:
         return PeerMemory(device, rank, board, attempt.areas, area_nbytes)
     _release(attempt)
     return why
@@ -134,12 +133,17 @@ def _release(attempt: _Attempt) -> None:
     device.free(attempt.areas[at])
 
 
-def _offer(attempt: _Attempt) -> tuple[str, SharedFile | None]:
-    """Export this rank's area, create the node's file on its first rank, and call `_agree`."""
+def _offer(attempt: _Attempt) -> tuple[str, IpcBoard | None]:
+    """Export this rank's area, create the node's file on its first rank, and call `_agree`.
+
+    Return an empty string and the board. If a rank failed, return a reason and None on all ranks.
+    """
     device, members, at = attempt.device, attempt.members, attempt.at
     why, file, name, token = "", None, b"", secrets.randbits(64)
+    fence = None
     offer = _OFFER.pack(False, b"", b"", token)
     try:
+        fence = load_fence()
         handle, _ = device.export(attempt.areas[at])
         if at == 0:
             file, name = SharedFile.create(len(members) * RANK_NBYTES)
@@ -147,10 +151,14 @@ def _offer(attempt: _Attempt) -> tuple[str, SharedFile | None]:
     except TransportError as exc:
         why = str(exc)
     try:
-        return _agree(attempt, offer, file, why)
+        why, file = _agree(attempt, offer, file, why)
     finally:
         if name:
             SharedFile.forget(name)
+    if file is None:
+        return why, None
+    assert fence is not None
+    return "", IpcBoard(file.memory, at, len(members), fence)
 
 
 def _agree(

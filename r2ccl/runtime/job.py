@@ -280,19 +280,25 @@ class Job:
         Abort instead if a blocking collective is in progress on a communicator to close
         (`Participant.is_blocking`), or if the caller is a signal handler that interrupted a call
         (`is_below`). A blocking call that waits behind asynchronous calls counts as one of them: it
-        is waited for. Do nothing in a forked process: a thread of the parent may have held any lock
-        at the fork.
+        is waited for, and so is a call of this method for the same communicator in another thread.
+        Do nothing in a forked process: a thread of the parent may have held any lock at the fork.
         """
         if self.is_forked:
             return
-        is_first = participant is self._participants[0]
-        is_blocking = self.is_blocking if is_first else participant.is_blocking
-        if is_blocking or self.is_below:
-            self.abort("close() was called while another call was in progress")
-        elif is_first:
-            self._close_all()
-        elif not participant.is_closed:
-            self._close_one(participant)
+        if self.is_below:  # the interrupted call may be the one that another thread's close awaits
+            self._abort_for_close()
+            return
+        with participant.closing:
+            is_first = participant is self._participants[0]
+            if self.is_blocking if is_first else participant.is_blocking:
+                self._abort_for_close()
+            elif is_first:
+                self._close_all()
+            elif not participant.is_closed:
+                self._close_one(participant)
+
+    def _abort_for_close(self) -> None:
+        self.abort("close() was called while another call was in progress")
 
     def _close_all(self) -> None:
         first = self._participants[0]

@@ -85,6 +85,8 @@ class Participant:
     collectives : Collectives
     hosts : list of str
         `PeerInfo.host` of each rank of the communicator.
+    closing : RLock
+        Held by `Job.close` while it closes the communicator. A signal handler may enter it again.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Participant:
         self.plans = PlanCache(
             engine.rank, engine.nranks, fabric, engine.config, place=place, checked=checked
         )
+        self.closing = threading.RLock()
         turn = threading.Lock()
         self.worker = Worker(f"r2ccl-worker-{engine.rank}", turn, engine.fail_call)
         self.on_host = HostCollectives(engine, self.plans, pool)

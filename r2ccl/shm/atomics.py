@@ -11,6 +11,7 @@ later load of another word, as in the check for sleeping peers, needs `fence` be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -74,7 +75,7 @@ def add(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def fence(typing_context: Any) -> Any:
-    """Order all earlier stores before all later loads."""
+    """Order all earlier loads and stores before all later ones."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -280,6 +281,16 @@ def call_function(typing_context: Any, function: Any, argument: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
+def make_fence() -> Callable[[], int]:
+    """Return `fence` as a function, which `r2ccl.kernels.native` compiles for calls from Python."""
+
+    def order() -> int:
+        fence()
+        return 0
+
+    return order
+
+
 def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _I64.as_pointer())
 
@@ -313,6 +324,7 @@ __all__ = [
     "futex_wake",
     "load_acquire",
     "load_ordered",
+    "make_fence",
     "pause",
     "read_affinity",
     "sched_yield",

@@ -500,7 +500,7 @@ class LocalGroup:
     def _make_state(self) -> npt.NDArray[np.int64]:
         state = np.zeros(layout.state_size(self._nranks), np.int64)
         state[layout.RANK], state[layout.NRANKS] = self.rank, self._nranks
-        state[layout.SLEEP_NS] = _SLEEP_NS
+        layout.set_sleep(state, _SLEEP_NS)
         # Inputs and outputs of all ranks that do not fit into the cache together.
         state[layout.STREAM_NBYTES] = _cache_nbytes() // (2 * self._nranks)
         is_crowded = self._nranks > len(os.sched_getaffinity(0))

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 #: Bytes between words that different ranks write. Two lines of 64 bytes, because Intel's processors
 #: fetch lines in pairs; lines of some arm64 processors have 128 bytes.
 LINE_NBYTES = 128
@@ -83,7 +86,8 @@ AWAITED = 8
 SPIN, SPIN_MIN, SPIN_MAX = 9, 10, 11
 #: Number of calls of `sched_yield` before a wait sleeps.
 YIELDS = 12
-#: Longest sleep before the caller looks for signals and failures, a ``struct timespec``.
+#: Longest sleep before the caller looks for signals and failures, a ``struct timespec``, which
+#: `set_sleep` writes.
 SLEEP_S, SLEEP_NS = 13, 14
 #: Outputs of at least this many bytes are written without storing them in the caches.
 STREAM_NBYTES = 15
@@ -113,6 +117,14 @@ CPU_SET_NBYTES = 128
 def state_size(nranks: int) -> int:
     """Return the number of 64-bit words of the state of one of `nranks` ranks."""
     return BASES + 2 * nranks + 2 * CPU_SET_NBYTES // 8
+
+
+def set_sleep(state: npt.NDArray[np.int64], duration_ns: int) -> None:
+    """Set the longest sleep of the waits that use `state`, in nanoseconds.
+
+    The kernel refuses a ``struct timespec`` with a second or more in its nanoseconds.
+    """
+    state[[SLEEP_S, SLEEP_NS]] = divmod(duration_ns, 1_000_000_000)
 
 
 # Values of MODE: not known yet; data moves through slots; data moves between the arrays directly.
@@ -246,5 +258,6 @@ __all__ = [
     "WAITING",
     "YIELDS",
     "Loop",
+    "set_sleep",
     "state_size",
 ]

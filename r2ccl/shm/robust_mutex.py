@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from r2ccl.errors import TransportError, decode_errno
 from r2ccl.shm import mapping
-from r2ccl.shm.layout import SLEEP_NS
+from r2ccl.shm.layout import set_sleep
 
 _PROCESS_SHARED, _ROBUST = 1, 1
 #: Offset in bytes from the mutex to the flag of `_left`.
@@ -132,7 +132,7 @@ class ExitWatch:
                 self._has_exited = True
                 self._on_exit(index)
         if self._has_exited:
-            state[SLEEP_NS] = _BRIEF_NS
+            set_sleep(state, _BRIEF_NS)
 
 
 def is_abandoned(address: int) -> bool:

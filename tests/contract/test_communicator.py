@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from pathlib import Path
 
 import pytest
 from support import collective_programs, failure_programs, operation_programs, part_programs, values
@@ -116,6 +117,13 @@ def test_a_rank_that_closes_too_early_is_told(count: int, shm: int) -> None:
         assert "but rank 0 made call" in error
         assert error.startswith("InvalidArgument: rank 1")
         assert took_s < 5.0
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+def test_two_threads_may_close_at_once(is_child: bool, tmp_path: Path) -> None:
+    path = str(tmp_path / "closing")
+    run = partial(failure_programs.closed_in_two_threads, path, is_child)
+    assert launch(run, 2, timeout_s=TIMEOUT_S) == [[], []]
 
 
 def test_a_communicator_is_usable_after_wrong_parts() -> None:

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -72,6 +73,45 @@ def close_before_the_last_call(count: int, shm: int) -> tuple[str, float]:
     except r2ccl.R2cclError as exc:
         text = f"{type(exc).__name__}: {exc}"
     return text, time.monotonic() - begin
+
+
+def closed_in_two_threads(path: str, is_child: bool) -> list[str]:
+    """Close a communicator in two threads at once; return what is wrong when they return.
+
+    On rank 0, the second thread begins while the first one waits for rank 1.
+    """
+    with r2ccl.init() as comm:
+        closed = comm.dup() if is_child else comm
+        closed.barrier()
+        found: list[str] = []
+
+        def close() -> None:
+            try:
+                closed.close()
+            except r2ccl.R2cclError as exc:
+                found.append(repr(exc))
+            is_over = closed._participant not in comm._job._participants
+            if not (is_over if is_child else comm._job._ending.wait(0.0)):
+                found.append("not closed yet")
+
+        threads = [threading.Thread(target=close) for _ in range(2)]
+        if comm.rank == 0:
+            threads[0].start()
+            while not closed._participant.is_closed:
+                time.sleep(0.001)
+            threads[1].start()
+            threads[1].join(0.5)
+            Path(path).touch()
+        else:
+            while not Path(path).exists():
+                time.sleep(0.001)
+            for thread in threads:
+                thread.start()
+        for thread in threads:
+            thread.join()
+        if is_child:
+            comm.barrier()
+    return found
 
 
 def usable_after_bad_arguments() -> list[str]:

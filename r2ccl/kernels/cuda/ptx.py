@@ -28,6 +28,9 @@ from r2ccl.kernels.cuda.prebuilt import digest_of_sources, prebuilt_ptx
 
 _log = logging.getLogger(__name__)
 
+#: Libraries of NVIDIA that Numba compiles with, by their names in `cuda.pathfinder`.
+_LIBRARIES = ("nvrtc", "nvvm")
+
 
 class Ptx(msgspec.Struct, frozen=True):
     """PTX of a kernel, and the name of its entry.
@@ -95,7 +98,7 @@ def ptx_of(form: Form, capability: tuple[int, int], directory: Path | None) -> P
     TransportError
         If the prebuilt kernels cannot be read (status ``NO_KERNELS``). With status ``NO_CUDA``: if
         the kernel is not prebuilt and numba-cuda is missing, or if the kernel must be compiled and
-        numba-cuda does not find NVIDIA's compiler.
+        NVIDIA's compiler is missing or damaged. Without a status: if the compiler fails.
 
     Notes
     -----
@@ -167,14 +170,24 @@ def _seal(text: bytes) -> bytes:
 
 def _compile(form: Form) -> bytes:
     try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
         from r2ccl.kernels.cuda.compiling import compile_kernel  # imports Numba
 
-        return compile_kernel(form)
-    except (ImportError, RuntimeError) as exc:  # a library of NVIDIA's compiler is not found
+        for name in _LIBRARIES:
+            load_nvidia_dynamic_lib(name)
+    except (ImportError, RuntimeError) as exc:  # RuntimeError: a library is missing or damaged
         raise TransportError(
-            f"the GPU kernel {form.name} cannot be compiled ({exc}); install the compiler with "
+            f"the compiler of the GPU kernel {form.name} cannot be loaded ({exc}); install it with "
             "`pip install 'numba-cuda[cu13]'`, or 'numba-cuda[cu12]' with CUDA 12",
             status="NO_CUDA",
+        ) from exc
+    try:
+        return compile_kernel(form)
+    except Exception as exc:  # any, of Numba or of NVIDIA's compiler
+        raise TransportError(
+            f"the GPU kernel {form.name} cannot be compiled ({type(exc).__name__}: {exc}); report "
+            f"this with the version of numba-cuda, {_compiler()}"
         ) from exc
 
 

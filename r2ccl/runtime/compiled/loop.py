@@ -72,6 +72,8 @@ from r2ccl.shm.atomics import current_cpu, sched_yield, words_at
 from r2ccl.shm.waiting import move_to_cpu
 
 _POLLIN, _POLLOUT = 1, 4
+#: The kernel refuses a ``struct timespec`` with as many nanoseconds or more.
+_SECOND_NS = 1_000_000_000
 #: SO_INCOMING_CPU: the CPU that handled the last packet; on loopback, that of its sender.
 _INCOMING_CPU = 49
 #: Number of idle passes from one look at the CPUs of the peers to the next.
@@ -191,8 +193,8 @@ def poll(state: Any, timeout_ns: Any) -> Any:
         wanted |= _POLLOUT if conn[IS_FULL] else 0
         polls[number] = conn[FD] | wanted << 32 if wanted else 0xFFFFFFFF
     time = words_at(state[TIME])
-    time[0] = 0
-    time[1] = timeout_ns
+    time[0] = timeout_ns // _SECOND_NS
+    time[1] = timeout_ns % _SECOND_NS
     n = poll_until(state[POLLS], nconns + 1, state[TIME])
     if n < 0:
         return -1

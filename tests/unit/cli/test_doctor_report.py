@@ -90,7 +90,7 @@ NO_LIBRARY = "ImportError: libibverbs.so.1: cannot open shared object file: No s
             "not installed",
             "apt-get install python3-pyverbs",
         ),
-        ({"pyverbs_error": ABSENT}, "pyverbs", "does not find it", "ln -s"),
+        ({"pyverbs_error": ABSENT}, "pyverbs", "does not find it", "ln -sf"),
         (
             {"pyverbs_error": ABSENT, "is_pyverbs_fitting": False},
             "pyverbs",

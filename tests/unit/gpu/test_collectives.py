@@ -34,7 +34,7 @@ class Ending(SignalledStream):
     """A backend that does nothing, and ends as it is told."""
 
     def __init__(self, device: FakeDevice, error: TransportError | None = None) -> None:
-        super().__init__(device, 0)
+        super().__init__(device, 0, check=lambda: None, clock=monotonic, timeout_s=TIMEOUT_S)
         self._error = error
         self.is_closed = False
         #: What was asked of it, in order; the worker's part waits for `may_finish`.

@@ -225,7 +225,7 @@ def test_a_caller_whose_stream_hangs_is_told() -> None:
     word = mine.device.allocate_pinned(64)
     mine.device.wait_word(mine.stream, int(word.ctypes.data), 1)
     job = mine.begin(call, place, place)
-    with pytest.raises(TransportTimeout, match="work that precedes a collective on its stream"):
+    with pytest.raises(TransportTimeout, match="work that precedes this collective on its stream"):
         mine.direct.finish(job)
     word.view(np.uint32)[0] = 1
     group.close()  # which frees events of work that nobody else asked for

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.gpu.ipc_board import MESSAGE_NBYTES, RANK_NBYTES, IpcBoard, SharedFile
+from r2ccl.gpu import ipc_board
+from r2ccl.gpu.ipc_board import (
+    MESSAGE_NBYTES,
+    RANK_NBYTES,
+    Fence,
+    IpcBoard,
+    SharedFile,
+    load_fence,
+)
 
 NLOCAL = 3
 
 
-def make_boards() -> list[IpcBoard]:
+def make_boards(fence: Fence | None = None) -> list[IpcBoard]:
     memory = np.zeros(NLOCAL * RANK_NBYTES, np.uint8)
-    return [IpcBoard(memory, index, NLOCAL) for index in range(NLOCAL)]
+    return [IpcBoard(memory, index, NLOCAL, fence or load_fence()) for index in range(NLOCAL)]
 
 
 def word(board: IpcBoard, at: int) -> int:
@@ -49,6 +58,73 @@ def test_a_message_is_kept_until_all_have_taken_it() -> None:
     assert boards[0].may_post(number)
     assert not boards[0].may_post(number + 1)
     assert (boards[1].read(0, 2) or b"").startswith(b"2")
+
+
+class Recorder:
+    """Fence that records the messages, and all words, at each of its calls."""
+
+    def __init__(self) -> None:
+        self.boards = make_boards(self)
+        self.seen: list[bytes] = []
+
+    def __call__(self) -> None:
+        self.seen.append(self.boards[0].memory.tobytes())
+
+    def during(self, step: Callable[[], object]) -> tuple[bytes, bytes, bytes]:
+        """Return the memory before a step, at its only fence, and after it."""
+        self.seen.clear()
+        before = self.boards[0].memory.tobytes()
+        step()
+        (seen,) = self.seen
+        return before, seen, self.boards[0].memory.tobytes()
+
+
+def test_a_fence_separates_a_message_and_its_number() -> None:
+    recorder = Recorder()
+    before, seen, after = recorder.during(lambda: recorder.boards[1].post(1, b"first"))
+    assert b"first" in seen
+    assert before != seen != after
+
+
+def test_a_fence_precedes_the_word_that_frees_a_message() -> None:
+    recorder = Recorder()
+    before, seen, after = recorder.during(lambda: recorder.boards[1].take(1))
+    assert before == seen != after
+
+
+def test_a_fence_follows_the_word_that_a_rank_has_failed() -> None:
+    """Of the failed rank, and before the reading of the word by another rank."""
+    recorder = Recorder()
+    set_word(recorder.boards[1], recorder.boards[1].done_at(1, 1), 7)
+    before, seen, after = recorder.during(recorder.boards[1].keep)
+    assert before != seen == after
+    recorder.during(lambda: recorder.boards[0].has_kept(1, 7))
+
+
+def test_a_fence_follows_the_words_by_which_a_rank_may_go_on() -> None:
+    recorder = Recorder()
+    recorder.during(lambda: recorder.boards[0].may_post(1))
+    recorder.boards[1].post(1, b"first")
+    recorder.during(lambda: recorder.boards[0].read(1, 1))
+
+
+def test_without_numba_only_arm64_has_no_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(maker: str) -> None:
+        raise ImportError("numba is not installed, in a test")
+
+    monkeypatch.setattr(ipc_board, "callable_of", refuse)
+    monkeypatch.setattr(ipc_board, "MACHINE", "x86_64")
+    load_fence()()
+    monkeypatch.setattr(ipc_board, "MACHINE", "aarch64")
+    with pytest.raises(TransportError, match=r"'aarch64' needs compiled code .* in a test"):
+        load_fence()
+
+
+def test_the_compiled_fence_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc_board, "MACHINE", "aarch64")
+    boards = make_boards()
+    boards[1].post(1, b"first")
+    assert (boards[0].read(1, 1) or b"").startswith(b"first")
 
 
 def test_a_file_that_cannot_be_mapped_is_reported_and_unlinked(

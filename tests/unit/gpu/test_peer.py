@@ -30,6 +30,7 @@ from support.slow import slow_but
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument, PeerLost, TransportError, TransportTimeout
+from r2ccl.gpu import peer_connect
 from r2ccl.gpu.host_signal import DeviceCall
 from r2ccl.gpu.ipc_board import NSLOTS
 from r2ccl.gpu.peer import PeerBackend
@@ -470,6 +471,26 @@ def test_a_kernel_that_does_not_compile_is_no_failure_of_others() -> None:
     found = together(2, connect)
     assert found[0] == "rank 1 cannot use CUDA IPC; see its log"
     assert "UNSUPPORTED_PTX_VERSION" in found[1]
+    for device in devices:
+        device.close()
+
+
+def test_a_rank_without_a_fence_refuses_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, gathering = FakeGpu(), Gathering(2)
+    devices = [FakeDevice(gpu, f"rank {rank}") for rank in range(2)]
+
+    def refuse() -> None:
+        raise TransportError("no fence, in a test")
+
+    monkeypatch.setattr(peer_connect, "load_fence", refuse)
+
+    def connect(rank: int) -> Any:
+        return connect_peers(
+            devices[rank], PlainKernels(devices[rank]), rank, [range(2)],
+            lambda mine: gathering(rank, mine), 400,
+        )  # fmt: skip
+
+    assert together(2, connect) == ["no fence, in a test"] * 2
     for device in devices:
         device.close()
 

@@ -151,6 +151,11 @@ def test_an_unordered_load_is_told_apart():
 
 
 @pytest.mark.parametrize("features", _FEATURES)
+def test_a_fence_called_from_python_is_a_full_barrier(features):
+    assert order(atomics.make_fence(), 0, features, _I64) == ["dmb ish"]
+
+
+@pytest.mark.parametrize("features", _FEATURES)
 def test_streamed_bytes_are_ordered_before_the_word(features):
     assert order(_stream, 3, features) == ["dmb ish", "stlr"]
 

@@ -19,11 +19,11 @@ from r2ccl.shm.layout import (
     NRANKS,
     PAGE_NBYTES,
     RANK,
-    SLEEP_NS,
     SPIN,
     SPIN_MAX,
     SPIN_MIN,
     WAITERS,
+    set_sleep,
     state_size,
 )
 from r2ccl.shm.rounds import copy
@@ -66,7 +66,7 @@ class Memory:
         self.word = self.words.ctypes.data
         self.state[[RANK, NRANKS]] = 0, 2
         self.state[[SPIN, SPIN_MIN, SPIN_MAX]] = 10, 5, 100
-        self.state[SLEEP_NS] = sleep_ns
+        set_sleep(self.state, sleep_ns)
         self.state[HOME] = -1
         self.state[BASES : BASES + 2] = self.word
         self.address = self.state.ctypes.data
@@ -94,8 +94,9 @@ def test_vain_waits_pause_less_and_less(compiled_wait):
     assert memory.state[MISSES] == 10
 
 
-def test_publish_wakes_a_sleeping_thread(compiled_wait, compiled_publish):
-    memory = Memory(sleep_ns=999_000_000)
+@pytest.mark.parametrize("sleep_ns", [999_000_000, 1_000_000_000, 1_500_000_000])
+def test_publish_wakes_a_sleeping_thread(compiled_wait, compiled_publish, sleep_ns):
+    memory = Memory(sleep_ns=sleep_ns)
     results = []
 
     def sleep():

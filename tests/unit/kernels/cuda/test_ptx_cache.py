@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -150,15 +151,46 @@ def test_a_compiler_that_is_not_found_is_named(
     monkeypatch.setattr(ptx, "_compiler", lambda: "1")
     monkeypatch.setitem(sys.modules, "r2ccl.kernels.cuda.compiling", None)
 
-    with pytest.raises(TransportError, match="sum_float32_2_1_scaled cannot be compiled") as raised:
+    with pytest.raises(TransportError, match="sum_float32_2_1_scaled cannot be loaded") as raised:
         ptx_of(SPECIAL, HOPPER, tmp_path)
     assert raised.value.status == "NO_CUDA"
 
 
-@pytest.mark.skipif(
+needs_numba_cuda = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None,
     reason="numba-cuda is not installed: `pip install numba-cuda[cu13]`, which needs no GPU",
 )
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("no luck, for a test")
+
+
+@needs_numba_cuda
+def test_a_library_of_the_compiler_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importlib.import_module("r2ccl.kernels.cuda.compiling")  # Numba keeps what it finds
+    monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", fail)
+
+    with pytest.raises(TransportError, match=r"no luck.*pip install") as raised:
+        ptx_of(SPECIAL, HOPPER, tmp_path)
+    assert raised.value.status == "NO_CUDA"
+
+
+@needs_numba_cuda
+def test_nobody_is_told_to_install_a_compiler_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("r2ccl.kernels.cuda.compiling.compile_kernel", fail)
+
+    with pytest.raises(TransportError, match=r"RuntimeError: no luck.*report") as raised:
+        ptx_of(SPECIAL, HOPPER, tmp_path)
+    assert "install" not in str(raised.value)
+    assert raised.value.status == ""
+
+
+@needs_numba_cuda
 def test_a_warm_start_does_not_import_numba(tmp_path: Path) -> None:
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     assert ptx_of(SPECIAL, HOPPER, cache_directory(env)).origin == "compiled"
