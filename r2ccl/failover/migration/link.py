@@ -69,9 +69,9 @@ class SliceState(enum.IntEnum):
 class Slice:
     """One posted slice.
 
-    ``view`` is the payload, ``op`` the number of the collective and ``signature`` its packed
-    signature. ``owner`` is the `Consumer` that posted the slice, ``index`` the number of its send
-    op.
+    ``view`` is the payload. ``op`` and ``signature`` are the number and the packed signature of the
+    current call, from `Calls`. ``owner`` is the `Consumer` that posted the slice. ``index`` is the
+    number of the send op that the slice belongs to; 0 for a message, which has no ops.
     """
 
     __slots__ = (
@@ -314,8 +314,9 @@ class Landing:
     """Posted receive of one slice.
 
     ``region`` is the landing place; None for an eager slice, whose payload arrives in a buffer of
-    the transport. ``op`` is the number of the collective, ``signature`` its packed signature.
-    ``owner`` is the `Consumer` that posted the receive, ``index`` the number of its receive op.
+    the transport. ``op`` and ``signature`` are the number and the packed signature of the current
+    call, from `Calls`. ``owner`` is the `Consumer` that posted the receive. ``index`` is the number
+    of the receive op that the slice belongs to or, for a message, a number that ``owner`` defines.
     """
 
     __slots__ = (
