@@ -172,6 +172,11 @@ class PeerKernels(Protocol):
         nranks : int
             Divisor of AVG.
         stream : Stream
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
         """
         ...
 

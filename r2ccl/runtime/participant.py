@@ -39,7 +39,10 @@ class DeviceCalls(Protocol):
     """Collectives on device memory of one communicator; `r2ccl.gpu.collectives` implements them."""
 
     def start(self, request: Request, stream: Any, is_async: bool) -> Any:
-        """Begin a collective; return its result, or a `Work` if `is_async`."""
+        """Begin a collective; return its result, or a `Work` if `is_async`.
+
+        See `r2ccl.gpu.collectives.DeviceCollectives.start` for the errors.
+        """
         ...
 
     def close(self, timeout_s: float) -> None:
