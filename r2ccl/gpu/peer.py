@@ -443,7 +443,7 @@ class PeerBackend(SignalledStream):
     ) -> None:
         while not is_over(number):
             self._device.is_done(job.before)  # raises if the device failed
-            self._pause(job.number, until_s, "GPUs of this node have not finished earlier work")
+            self._pause(job.number, until_s, "GPUs of its node have not finished earlier work")
 
     def _limit(self, is_copied: bool) -> int:
         """Return the size limit in bytes of the windows of a call, the same on all ranks.
@@ -582,7 +582,7 @@ class PeerBackend(SignalledStream):
         """Wait until all ranks of the node have read the message that this call overwrites."""
         until_s = self._clock() + self._timeout_s
         while not self._board.may_post(number):
-            self._pause(number, until_s, "ranks of this node are still 64 calls behind")
+            self._pause(number, until_s, "ranks of its node are still 64 calls behind")
 
     def _read(self, at: int, number: int, until_s: float) -> bytes:
         packed = self._board.read(at, number)
@@ -596,7 +596,7 @@ class PeerBackend(SignalledStream):
         if self._clock() >= until_s:
             raise TransportTimeout(
                 f"rank {self._rank}: {why} after a wait of {self._timeout_s:g} s in collective "
-                f"{number} on GPU memory; look for a rank of this node that is late or a kernel "
+                f"{number} on GPU memory; look for a rank of its node that is late or a kernel "
                 "that hangs, or raise R2CC_TIMEOUT_S",
                 rank=self._rank,
                 status="TIMEOUT",
@@ -624,7 +624,7 @@ class PeerBackend(SignalledStream):
                 raise TransportTimeout(
                     f"rank {self._rank}: the GPU did not finish collective {job.number} on GPU "
                     f"memory in {self._timeout_s:g} s; look for a kernel that hangs on a GPU of "
-                    "this node, or raise R2CC_TIMEOUT_S",
+                    "its node, or raise R2CC_TIMEOUT_S",
                     rank=self._rank,
                     status="TIMEOUT",
                 )

@@ -233,7 +233,7 @@ class SendLink:
         if ack > self.posted:
             raise InternalError(
                 f"rank {self.peer} confirmed {ack} slices of channel {self.channel}, "
-                f"but this rank has posted only {self.posted}"
+                f"but only {self.posted} were posted to it"
             )
         self.confirmed = ack
         return self._release()
@@ -266,7 +266,7 @@ class SendLink:
         if report.received > self.posted:
             raise InternalError(
                 f"rank {self.peer} resumes channel {self.channel} at slice {report.received}, "
-                f"but this rank has posted {self.posted} slices"
+                f"but only {self.posted} slices were posted to it"
             )
         # Confirmations on healthy paths may overtake the report, so `confirmed` may be newer than
         # the report. For slices of the fenced path the report is final.

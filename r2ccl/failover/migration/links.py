@@ -325,8 +325,7 @@ class Links:
             if nbytes != len(view):
                 raise InternalError(
                     f"rank {link.peer} announced a landing place of {nbytes} bytes for slice "
-                    f"{link.posted} of channel {link.channel}, but this rank sends "
-                    f"{len(view)} bytes"
+                    f"{link.posted} of channel {link.channel}, but the slice has {len(view)} bytes"
                 )
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         link.last_used = self.ncalls
