@@ -317,15 +317,15 @@ _PORTS = "widen the sysctl net.ipv4.ip_local_port_range"
 #: Advice for errors of socket(2), accept(2), bind(2), connect(2) and epoll_ctl(2).
 _ADVICE = {
     errno.EMFILE: (
-        "this process has reached its limit of open files: raise `ulimit -n` (now {soft}, "
+        "the process has reached its limit of open files: raise `ulimit -n` (now {soft}, "
         "at most {hard})"
     ),
     errno.ENFILE: "the system has reached its limit of open files: raise the sysctl fs.file-max",
     errno.ENOBUFS: "the kernel has no memory for more sockets: raise the sysctl net.ipv4.tcp_mem",
-    errno.ENOMEM: "the kernel has no memory left: free some, or use fewer ranks on this host",
+    errno.ENOMEM: "the kernel has no memory left: free some, or use fewer ranks per host",
     errno.ENOSPC: "epoll watches too many descriptors: raise the sysctl fs.epoll.max_user_watches",
     errno.EADDRNOTAVAIL: (
-        "no local port is free, or this host has lost the address: " + _PORTS + ", or look at "
+        "no local port is free, or the host has lost the address: " + _PORTS + ", or look at "
         "`ip address`"
     ),
     errno.EADDRINUSE: "no local port is free: " + _PORTS,

@@ -16,6 +16,9 @@ from r2ccl.types import BypassWay
 class Post(Protocol):
     """Sender of control messages to other ranks.
 
+    Methods raise InvalidArgument if the type of the message is not registered, the message is too
+    long, or `peer` is this rank or no rank.
+
     Attributes
     ----------
     neighbors : frozenset of int
@@ -45,7 +48,9 @@ class Post(Protocol):
 class ControlPort(Post, Protocol):
     """Control plane that also connects paths.
 
-    Each new connection of a path is passed to `ControlHandler.on_path`.
+    Each new connection of a path is passed to `ControlHandler.on_path`. Except `obstacles`, methods
+    raise InvalidArgument if `peer` is this rank or no rank, or if `rail` is no rail; only
+    `accept_path` and `cancel_path` also take rail `BYPASS`.
     """
 
     def open_session(self, peer: int) -> None:

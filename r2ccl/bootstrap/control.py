@@ -434,7 +434,8 @@ class ControlPlane:
         """
         found = self._paths.obstacles(peer)
         turned_away = self._rejections.summary() if peer < self.rank else ""
-        return [*found, f"this rank rejected connections: {turned_away}"] if turned_away else found
+        told = [f"rank {self.rank} rejected connections: {turned_away}"] if turned_away else []
+        return [*found, *told]
 
     def report_exit(self, peer: int) -> None:
         """Report the loss of `peer`, whose process has ended, after the messages that it has sent.
@@ -506,7 +507,7 @@ class ControlPlane:
                 # Not `news.last_heard_s`, which is the silence of this rank.
                 session = self._sessions.get(peer)
                 silence_s = None if session is None else session.silence_s
-                self._lose(peer, f"it has given this rank up: {news.why}", silence_s)
+                self._lose(peer, f"it has given rank {self.rank} up: {news.why}", silence_s)
         elif news.rank in self._everyone:
             why = f"{news.why}, says rank {news.witness}"
             if self._lose(news.rank, why, news.last_heard_s, news.witness):

@@ -398,7 +398,7 @@ class Peer:
         try:
             message = self._setting.codec.decode(body)
         except msgspec.MsgspecError as exc:
-            self.lose(f"it sent a message this rank cannot read: {exc}")
+            self.lose(f"it sent a message that cannot be read: {exc}")
             return
         if isinstance(message, Goodbye):
             # The peer waits for the acknowledgement, so it is the peer that closes the carriers.

@@ -3,7 +3,7 @@
 `gather` and `r2ccl.cli.gpufacts` collect facts about the machine. `r2ccl.cli.rails`,
 `r2ccl.cli.gpus`, `r2ccl.cli.machine` (which NIC each GPU uses) and `r2ccl.cli.diagnosis` (verbs)
 interpret the facts. pyverbs and CUDA are tried in separate processes: a pyverbs that does not match
-its library, or a broken driver, may crash its process. Importing pyverbs also configures logging.
+the library, or a broken driver, may crash the process. Importing pyverbs also configures logging.
 """
 
 from __future__ import annotations

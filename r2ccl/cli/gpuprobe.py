@@ -163,8 +163,8 @@ def try_kernels(journal: Journal, opened: Sequence[Opened]) -> None:
             journal.learn_of(place, kernel_error=str(exc))
 
 
-def try_mapping(journal: Journal, opened: Sequence[Opened], map_all: Mapper) -> None:
-    """Test whether another process can map an allocation of every GPU."""
+def try_mapping(journal: Journal, opened: Sequence[Opened], mapper: Mapper) -> None:
+    """Test whether another process can map an allocation of every GPU; `mapper` asks it to."""
     exported = []
     for place, device, address in opened:
         journal.begin(f"exporting memory of GPU {device.ordinal} to another process")
@@ -175,7 +175,7 @@ def try_mapping(journal: Journal, opened: Sequence[Opened], map_all: Mapper) -> 
     if not exported:
         return
     journal.begin("mapping memory of the GPUs in another process")
-    errors = map_all([(ordinal, handle) for _, ordinal, handle in exported])
+    errors = mapper([(ordinal, handle) for _, ordinal, handle in exported])
     for (place, _, _), error in zip(exported, errors, strict=True):
         journal.learn_of(place, ipc_error=error)
 

@@ -14,6 +14,6 @@ thread or clock. ``driver.py`` passes events to it and carries out the actions t
 `migration` has `path` and `link` in place of ``protocol.py``; `bandwidth` needs no driver.
 
 `failover` dispatches events to the packages. `revocation` ends the communicator. `connector` and
-`probes` serve several packages. `context` has the values that all parts of a data path share.
-`exclusion` finds the ranks and rails that use the NICs that an operator has declared failed.
+`probes` serve several packages. `context` has the values that all parts of a rank's data plane
+share. `exclusion` finds the ranks and rails that use the NICs that an operator has declared failed.
 """

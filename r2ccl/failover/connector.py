@@ -1,9 +1,9 @@
 """Connects RDMA paths and probes, whose ends exchange endpoint info over the control plane.
 
 The lower rank is the caller. It creates its endpoint and sends the endpoint's info as an offer. The
-answerer, the higher rank, creates its own endpoint, joins it to the offered one and answers with
-its info. The caller joins in turn, verifies that data passes in both directions, and reports the
-success. Then both ends take the path into use::
+answerer, the higher rank, creates an endpoint too, joins it to the offered one and answers with the
+info of its own endpoint. The caller joins in turn, verifies that data passes in both directions,
+and reports the success. Then both ends take the path into use::
 
     caller    Offer(info) ->              join, hello ... Joined    EndpointReady ->    use
     answerer              join, Answer(info) ->                                      use

@@ -1,4 +1,4 @@
-"""Context of one rank: the values that all parts of its data path share."""
+"""Context of one rank: the values that all parts of its data plane share."""
 
 from __future__ import annotations
 

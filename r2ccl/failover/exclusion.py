@@ -102,7 +102,7 @@ def ports_of(
         ]
     if not found:
         raise InvalidArgument(
-            f"nic={nic!r} names no NIC of this rank: {describe_nics(own)}; pass one of these "
+            f"nic={nic!r} names no NIC: {describe_nics(own)}; pass one of these "
             "names, or the number of a rail"
         )
     return tuple(found)

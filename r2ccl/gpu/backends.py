@@ -112,7 +112,12 @@ class GpuBackend(Protocol):
         """Make work enqueued on `stream` from now on wait until a call has ended.
 
         `number` is the `DeviceJob.number` of the call, which must have been submitted to the
-        worker.
+        worker. Any thread may call this method.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
         """
         ...
 
@@ -124,7 +129,13 @@ class GpuBackend(Protocol):
         ...
 
     def take_event(self) -> Event:
-        """Return an unused event, which the caller gives back with `recycle`."""
+        """Return an unused event, which the caller gives back with `recycle`.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
+        """
         ...
 
     def recycle(self, event: Event) -> None:

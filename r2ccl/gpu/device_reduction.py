@@ -66,6 +66,11 @@ class ReductionKernels(Protocol):
             Factor of a scaled form.
         nranks : int
             Divisor of a divided form.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
         """
         ...
 

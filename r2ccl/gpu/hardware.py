@@ -22,13 +22,18 @@ class Hardware(Protocol):
         """Open the GPU with number `ordinal` in this process; return it and its `GpuKernels`.
 
         The caller closes the GPU.
+
+        Raises
+        ------
+        TransportError
+            If the driver or the GPU is missing, or the driver failed.
         """
         ...
 
     def open_peer(self, bus_id: str) -> Device | None:
         """Open and return the GPU at PCI bus ID `bus_id`; the caller closes it.
 
-        Return None if this process does not see the GPU.
+        Return None if this process does not see the GPU. Raise the same errors as `open`.
         """
         ...
 

@@ -55,7 +55,10 @@ class InterNodeBackend(Protocol):
         ...
 
     def prepare(self, call: DeviceCall) -> None:
-        """Load the kernels and allocate the memory that `call` needs; may wait for the device."""
+        """Load the kernels and allocate the memory that `call` needs; may wait for the device.
+
+        See `r2ccl.gpu.backends.GpuBackend.prepare` for the errors.
+        """
         ...
 
     def begin_part(self, call: DeviceCall, stream: Stream, enter: EnterCall, widest: int) -> Any:
@@ -73,7 +76,8 @@ class InterNodeBackend(Protocol):
     def finish(self, job: Any) -> None:
         """Execute the call of `job`; runs in the communicator's worker thread.
 
-        The device may still work on the call afterwards, until the event ``job.done`` is done.
+        The device may still work on the call afterwards, until the event ``job.done`` is done. If
+        the call has failed so far, raise its error.
         """
         ...
 

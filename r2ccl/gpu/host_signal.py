@@ -158,7 +158,13 @@ class SignalledStream:
         return next(iter(self._passed.values()))
 
     def take_event(self) -> Event:
-        """Return an unused event, which the caller gives back with `recycle`."""
+        """Return an unused event, which the caller gives back with `recycle`.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
+        """
         try:  # the caller's thread and the worker share the pool
             return self._events.pop()
         except IndexError:

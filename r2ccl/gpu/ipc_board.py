@@ -329,7 +329,7 @@ class SharedFile:
                 os.close(descriptor)
         except OSError as exc:
             raise TransportError(
-                f"cannot open the shared memory of the ranks of this host: {exc}; if the ranks "
+                f"cannot open the shared memory of the ranks of one host: {exc}; if the ranks "
                 f"run in containers, mount the same {_DIRECTORY} in all containers",
                 status="NO_SHARED_MEMORY",
             ) from exc
@@ -346,8 +346,8 @@ class SharedFile:
 def _check_owner(found: os.stat_result, nbytes: int) -> None:
     if found.st_uid != os.geteuid() or found.st_size != nbytes:
         raise TransportError(
-            f"the shared memory of the ranks of this host belongs to user {found.st_uid} and has "
-            f"{found.st_size} bytes, but this rank expects user {os.geteuid()} and {nbytes} bytes; "
+            f"the shared memory of the ranks of one host belongs to user {found.st_uid} and has "
+            f"{found.st_size} bytes, not to user {os.geteuid()} with {nbytes} bytes; "
             "run all ranks as one user, with the same version of r2ccl",
             status="NO_SHARED_MEMORY",
         )

@@ -170,6 +170,11 @@ class PeerKernels(Protocol):
         nranks : int
             Divisor of AVG.
         stream : Stream
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
         """
         ...
 
@@ -435,7 +440,7 @@ class PeerBackend(SignalledStream):
     ) -> None:
         while not is_over(number):
             self._device.is_done(job.before)  # raises if the device failed
-            self._pause(job.number, until_s, "GPUs of this node have not finished earlier work")
+            self._pause(job.number, until_s, "GPUs of its node have not finished earlier work")
 
     def _limit(self, is_copied: bool) -> int:
         """Return the size limit in bytes of the windows of a call, the same on all ranks.
@@ -574,7 +579,7 @@ class PeerBackend(SignalledStream):
         """Wait until all ranks of the node have read the message that this call overwrites."""
         until_s = self._clock() + self._timeout_s
         while not self._board.may_post(number):
-            self._pause(number, until_s, "ranks of this node are still 64 calls behind")
+            self._pause(number, until_s, "ranks of its node are still 64 calls behind")
 
     def _read(self, at: int, number: int, until_s: float) -> bytes:
         packed = self._board.read(at, number)
@@ -588,7 +593,7 @@ class PeerBackend(SignalledStream):
         if self._clock() >= until_s:
             raise TransportTimeout(
                 f"rank {self._rank}: {why} after a wait of {self._timeout_s:g} s in collective "
-                f"{number} on GPU memory; look for a rank of this node that is late or a kernel "
+                f"{number} on GPU memory; look for a rank of its node that is late or a kernel "
                 "that hangs, or raise R2CC_TIMEOUT_S",
                 rank=self._rank,
                 status="TIMEOUT",
@@ -613,7 +618,7 @@ class PeerBackend(SignalledStream):
         self._wait(
             lambda s: job.number != self._number or self._device.synchronize(job.done, s),
             until_s,
-            f"collective {job.number} on the memory of this node's GPUs",
+            f"collective {job.number} on the memory of its node's GPUs",
         )
 
     def _release_streams(self, error: BaseException) -> None:

@@ -228,7 +228,7 @@ def _write_patterns(attempt: _Attempt, tokens: Sequence[int]) -> None:
             kernels.launch_from_table(_COPY, 1, 1, table, _NWORDS, 1, stream)
     if not _has_ended(attempt, done, stream):
         raise TransportError(
-            f"a kernel did not write to the GPU memory of the other ranks of this host within "
+            f"a kernel did not write to the GPU memory of the other ranks of its host within "
             f"{_TIMEOUT_S:g} s; run `r2ccl doctor`",
             status="TIMEOUT",
         )

@@ -65,8 +65,9 @@ class AllocationOffer(NamedTuple):
 class _Export(msgspec.Struct):
     """An allocation of this rank that was offered.
 
-    ``allocation`` is its `Device.buffer_id`, ``base`` its address, ``number`` the number of the
-    offer, and ``used`` the value of `PeerMemory._now` at its last use.
+    ``allocation`` is the `Device.buffer_id` of the allocation, ``base`` the address of the
+    allocation, ``number`` the number of the offer, and ``used`` the value of `PeerMemory._now` when
+    the allocation was last used.
     """
 
     allocation: int

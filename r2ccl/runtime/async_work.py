@@ -71,7 +71,13 @@ class Effects(Protocol):
     """Work of a collective on a device; it may still run after the collective's task has ended."""
 
     def is_done(self) -> bool:
-        """Return whether the work is done; called only after the task has ended."""
+        """Return whether the work is done; called only after the task has ended.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
+        """
         ...
 
     def synchronize(self, timeout_s: float) -> bool:

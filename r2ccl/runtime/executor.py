@@ -85,6 +85,13 @@ class Operands(Protocol):
         int
             0 if the work is done. Otherwise the sequence number of the deferred work, higher than
             all earlier ones; the work is done when `computed` has reached this number.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
+        Exception
+            As raised by a user-defined operation.
         """
         ...
 

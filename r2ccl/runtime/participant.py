@@ -39,7 +39,10 @@ class DeviceCalls(Protocol):
     """Collectives on device memory of one communicator; `r2ccl.gpu.collectives` implements them."""
 
     def start(self, request: Request, stream: Any, is_async: bool) -> Any:
-        """Begin a collective; return its result, or a `Work` if `is_async`."""
+        """Begin a collective; return its result, or a `Work` if `is_async`.
+
+        See `r2ccl.gpu.collectives.DeviceCollectives.start` for the errors.
+        """
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -187,8 +190,8 @@ class Participant:
         if len(sizes) > 1:
             if is_first:
                 _log.info(
-                    "rank %d: no shared memory: the hosts have between %d and %d ranks, not "
-                    "equally many",
+                    "rank %d: no shared memory: the hosts have between %d and %d ranks; the network "
+                    "is used instead; to share memory, start equally many ranks on all hosts",
                     self._control.rank, min(sizes), max(sizes),
                 )  # fmt: skip
             return

@@ -63,7 +63,13 @@ class Computer(Protocol):
         ...
 
     def commit(self) -> None:
-        """Make `poll` see the end of all work begun so far."""
+        """Make `poll` see the end of all work begun so far.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
+        """
         ...
 
     def poll(self) -> int:

@@ -187,11 +187,12 @@ def _tasks(schedule: Schedule) -> list[_Task]:
 
 
 def _require_alike(schedule: Schedule, inputs: Sequence[Array]) -> None:
-    shapes = {(array.shape, array.dtype) for array in inputs}
-    if len(inputs) != schedule.nranks or len(shapes) != 1 or inputs[0].ndim != 1:
+    forms = {f"{array.dtype} of shape {array.shape}" for array in inputs}
+    if len(inputs) != schedule.nranks or len(forms) != 1 or inputs[0].ndim != 1:
+        given = f" ({', '.join(sorted(forms))})" if forms else ""
         raise InvalidArgument(
-            f"{len(inputs)} inputs of {sorted(map(str, shapes))}; give {schedule.nranks} flat "
-            "arrays with the same length and dtype"
+            f"the schedule has {schedule.nranks} ranks; {len(inputs)} inputs were given{given}: "
+            "give one flat array per rank, all with the same length and dtype"
         )
 
 

@@ -261,7 +261,7 @@ class LocalGroup:
             # Ranks that cannot share memory tell the others, which would wait for them otherwise.
             offer = _Offer(host, listener.name, problem or listener.problem)
             offers = list(map(_Offer.unpack, exchange(offer.pack())))
-            _check(offers, ranks, host)
+            _check(offers, ranks, index)
             assert own is not None, "this rank has told its problem, and `_check` raises"
             names = [each.name for each in offers]
             peers = pass_segments(
@@ -643,19 +643,20 @@ class _Offer(NamedTuple):
         return cls(packed[:_HOST_NBYTES], packed[_HOST_NBYTES:end], unpack_text(packed[end:]))
 
 
-def _check(offers: Sequence[_Offer], ranks: Sequence[int], host: bytes) -> None:
-    """Raise TransportError if an offer has a problem, or another digest than `host`.
+def _check(offers: Sequence[_Offer], ranks: Sequence[int], index: int) -> None:
+    """Raise TransportError if an offer has a problem, or another digest than offer `index`.
 
-    `offers` has the offer of each rank in `ranks`. `host` is this rank's digest.
+    `offers` has the offer of each rank in `ranks`; offer `index` is that of this rank.
     """
     for rank, each in zip(ranks, offers, strict=True):
         if each.problem:
             raise TransportError(f"no shared memory: rank {rank}: {each.problem}")
+    host = offers[index].host
     unable = [rank for rank, each in zip(ranks, offers, strict=True) if each.host != host]
     if unable:
         raise TransportError(
             f"no shared memory: ranks {unable} run as another user or in other namespaces than "
-            "this rank; run all ranks of a host as one user in one container"
+            f"rank {ranks[index]}; run all ranks of a host as one user in one container"
         )
 
 

@@ -1,9 +1,12 @@
-"""Layout of a segment, and of the state that a rank keeps for compiled code.
+"""Layout of a segment, of the state that a rank keeps for compiled code, and of prepared calls.
 
-The part of a segment for collectives has control words, most of them on cache lines of their own,
-and then slots of `SLOT_NBYTES`. Only the owner writes this part, apart from the counts of waiters
-and the mutex. `r2ccl.shm.message_layout` describes the part for messages. The state is private to a
-process: an array of 64-bit words, most of which are indexed by the names below.
+A segment has a part for collectives, described here, and a part for messages, which
+`r2ccl.shm.message_layout` describes. The part for collectives has control words, then slots of
+`SLOT_NBYTES`, then scratch memory of the owner. Control words that different ranks write are at
+least `LINE_NBYTES` apart. Only the owner writes this part, apart from the counts of waiters and the
+mutex.
+
+The state and a prepared call are private to a process. Each is an array of 64-bit words.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ def _check_process(connection: socket.socket) -> None:
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(packed)
     if uid != os.geteuid():
-        raise HandshakeRejected(f"a peer runs as user {uid}, this rank as user {os.geteuid()}")
+        raise HandshakeRejected(f"a peer runs as user {uid}, not as user {os.geteuid()}")
     if pid == 0:
         raise HandshakeRejected("a peer runs in another PID namespace")
 

@@ -187,15 +187,14 @@ def _check(descriptor: int, nbytes: int) -> None:
     seals, found = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS), os.fstat(descriptor).st_size
     if seals & _SEALS != _SEALS or found != nbytes:
         raise TransportError(
-            f"a peer passed shared memory of {found} bytes with seals {seals:#x}, but this rank "
-            f"expects {nbytes} bytes with seals {_SEALS:#x}; run the same version of r2ccl on all "
-            "ranks"
+            f"a peer passed shared memory of {found} bytes with seals {seals:#x}, not of {nbytes} "
+            f"bytes with seals {_SEALS:#x}; run the same version of r2ccl on all ranks"
         )
 
 
 def _translated(what: str, nbytes: int, exc: OSError) -> TransportError:
     code = exc.errno or 0
-    advice = "free memory, or use fewer ranks on this host"
+    advice = "free memory, or use fewer ranks per host"
     if code in (errno.EMFILE, errno.ENFILE):
         advice = exhaustion_advice(code)
     return TransportError(

@@ -189,7 +189,7 @@ class SymmetricMemory:
             )
         if sum(sizes) > room:
             raise TransportError(
-                f"ranks {list(ranks)} cannot share {size} bytes each: this host, or a cgroup of "
+                f"ranks {list(ranks)} cannot share {size} bytes each: their host, or a cgroup of "
                 f"theirs, has {room} bytes left; free memory, or raise the limit of the cgroup",
                 status="ENOMEM",
             )

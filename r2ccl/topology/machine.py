@@ -22,7 +22,8 @@ import msgspec
 from r2ccl.errors import InvalidArgument
 from r2ccl.topology.names import natural
 
-_BUS_ID = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])")
+#: Domain, bus (8 bits), device (5 bits) and function (3 bits).
+_BUS_ID = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([01]?[0-9a-f])\.([0-7])")
 
 #: NUMA distance of a node to itself, and default distance to another node; from the ACPI
 #: specification, System Locality Distance Information Table.

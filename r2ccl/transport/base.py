@@ -411,6 +411,11 @@ class Transport(Protocol):
 
         The list may be empty before the time is over, for example after `wake`. Payloads of
         `Arrived` events are borrowed until the next call.
+
+        Raises
+        ------
+        InternalError
+            If an invariant of the transport is violated.
         """
         ...
 
@@ -422,6 +427,11 @@ class Transport(Protocol):
         """Take the local end of `path` out of use; `poll` reports `Fenced` when that is complete.
 
         Before the path is opened again, call this once, even if the path has failed.
+
+        Raises
+        ------
+        InternalError
+            If an invariant of the transport is violated.
         """
         ...
 
@@ -454,7 +464,13 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close every path and free all resources."""
+        """Close every path and free all resources.
+
+        Raises
+        ------
+        InternalError
+            If an invariant of the transport is violated.
+        """
         ...
 
 

@@ -281,7 +281,7 @@ class Diagnosis:
         key = request.key
         refusal = "" if self._has(key) else "no such port"
         if self._serving[peer] >= MAX_SERVED:
-            refusal = "too many probes for this rank are running"
+            refusal = f"too many probes for rank {peer} are running"
         if refusal:
             self._control.send(peer, ProbeReply(request.number, key, None, refusal))
         else:

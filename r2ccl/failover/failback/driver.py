@@ -64,11 +64,14 @@ class Failback:
         self._waiting: dict[PathKey, Quarantine] = {}
 
     def failed(self, key: PathKey) -> None:
-        """Put the path `key` into quarantine, after both of its ends were fenced."""
+        """Record a failure of the path `key`, and put the path into quarantine.
+
+        Call it when neither end uses the path any more. See `Quarantine.failed` for the strike.
+        """
         self._quarantine(key).failed(self._clock())
 
     def withdrawn(self, key: PathKey) -> None:
-        """Put the path `key`, which is out of use although it did not fail, into quarantine."""
+        """Put the path `key` into quarantine; it is out of use although it did not fail."""
         self._quarantine(key).withdrawn(self._clock())
 
     def _quarantine(self, key: PathKey) -> Quarantine:

@@ -69,9 +69,9 @@ class SliceState(enum.IntEnum):
 class Slice:
     """One posted slice.
 
-    ``view`` is the payload, ``op`` the number of the collective and ``signature`` its packed
-    signature. ``owner`` is the `Consumer` that posted the slice, ``index`` the number of its send
-    op.
+    ``view`` is the payload. ``op`` and ``signature`` are the number and the packed signature of the
+    current call, from `Calls`. ``owner`` is the `Consumer` that posted the slice. ``index`` is the
+    number of the send op that the slice belongs to; 0 for a message, which has no ops.
     """
 
     __slots__ = (
@@ -233,7 +233,7 @@ class SendLink:
         if ack > self.posted:
             raise InternalError(
                 f"rank {self.peer} confirmed {ack} slices of channel {self.channel}, "
-                f"but this rank has posted only {self.posted}"
+                f"but only {self.posted} were posted to it"
             )
         self.confirmed = ack
         return self._release()
@@ -266,7 +266,7 @@ class SendLink:
         if report.received > self.posted:
             raise InternalError(
                 f"rank {self.peer} resumes channel {self.channel} at slice {report.received}, "
-                f"but this rank has posted {self.posted} slices"
+                f"but only {self.posted} slices were posted to it"
             )
         # Confirmations on healthy paths may overtake the report, so `confirmed` may be newer than
         # the report. For slices of the fenced path the report is final.
@@ -314,8 +314,9 @@ class Landing:
     """Posted receive of one slice.
 
     ``region`` is the landing place; None for an eager slice, whose payload arrives in a buffer of
-    the transport. ``op`` is the number of the collective, ``signature`` its packed signature.
-    ``owner`` is the `Consumer` that posted the receive, ``index`` the number of its receive op.
+    the transport. ``op`` and ``signature`` are the number and the packed signature of the current
+    call, from `Calls`. ``owner`` is the `Consumer` that posted the receive. ``index`` is the number
+    of the receive op that the slice belongs to or, for a message, a number that ``owner`` defines.
     """
 
     __slots__ = (

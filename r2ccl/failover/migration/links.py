@@ -48,11 +48,17 @@ class Consumer(Protocol):
         ...
 
     def on_released(self, index: int) -> None:
-        """Handle the release of one more cleared slice of send op `index`: its memory is free."""
+        """Handle the release of one more cleared slice: its memory is free.
+
+        `index` is the `Slice.index` of the slice.
+        """
         ...
 
     def on_retired(self, index: int) -> None:
-        """Handle one more retired cleared slice of send op `index`: it is not read any more."""
+        """Handle one more retired cleared slice: its memory is not read any more.
+
+        `index` is the `Slice.index` of the slice.
+        """
         ...
 
     def advance(self) -> None:
@@ -295,7 +301,7 @@ class Links:
     def send(
         self, link: SendLink, view: memoryview, is_eager: bool, consumer: Consumer, index: int
     ) -> None:
-        """Post a slice of send op `index`; ``link.can_post`` must be True.
+        """Post a slice of a call or message; ``link.can_post`` must be True.
 
         Parameters
         ----------
@@ -307,6 +313,7 @@ class Links:
         consumer : Consumer
             Notified when a cleared slice is retired, and when it is released.
         index : int
+            See `Slice`.
 
         Raises
         ------
@@ -318,8 +325,7 @@ class Links:
             if nbytes != len(view):
                 raise InternalError(
                     f"rank {link.peer} announced a landing place of {nbytes} bytes for slice "
-                    f"{link.posted} of channel {link.channel}, but this rank sends "
-                    f"{len(view)} bytes"
+                    f"{link.posted} of channel {link.channel}, but the slice has {len(view)} bytes"
                 )
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         link.last_used = self.ncalls
@@ -332,7 +338,7 @@ class Links:
         self, link: RecvLink, region: memoryview | None, consumer: Consumer, index: int,
         is_last: bool = False,
     ) -> None:  # fmt: skip
-        """Post a receive of one slice of receive op `index`.
+        """Post a receive of one slice of a call or message.
 
         Parameters
         ----------
@@ -343,6 +349,7 @@ class Links:
         consumer : Consumer
             Receives the slice.
         index : int
+            See `Landing`.
         is_last : bool
             True for the last receive on the link in this call.
         """

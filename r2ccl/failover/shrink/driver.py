@@ -409,8 +409,9 @@ class _Regrouping(Generic[_S]):
                 f"ranks {undecided}"
             )
         unbuilt = self._table.unbuilt()
-        who = f"ranks {unbuilt} have" if unbuilt else "this rank has"
-        whose = f"ranks {unbuilt}" if unbuilt else "this rank"
+        own = f"rank {self._control.rank}"
+        who = f"ranks {unbuilt} have" if unbuilt else f"{own} has"
+        whose = f"ranks {unbuilt}" if unbuilt else own
         return (
             f"{who} not connected the new communicator ({self._failure or 'no error reported'}): "
             f"look at the log of {whose}"

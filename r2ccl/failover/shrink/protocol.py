@@ -190,7 +190,7 @@ class Shrinking:
             if _terms(message) == self._held:
                 self._is_done_elsewhere = True
         elif self.rank in message.gone:
-            self.lost(peer, "it has given this rank up")
+            self.lost(peer, f"it has given rank {self.rank} up")
         else:
             self._views[peer] = message
             self.attempt = max(self.attempt, message.attempt)
@@ -277,11 +277,14 @@ class Shrinking:
         return [rank for rank in range(self.nranks) if rank not in self.gone]
 
     def absent(self) -> list[int]:
-        """Return the ranks that are not gone and from which no View has arrived."""
+        """Return the other ranks that are not gone and from which no View has arrived."""
         return [rank for rank in self._others() if rank not in self._views]
 
     def undecided(self) -> list[int]:
-        """Return the ranks that are not gone and have not sent this rank's set and attempt."""
+        """Return the other ranks that are not gone and do not agree with this rank yet.
+
+        The last View of such a rank is missing, or differs from this rank's set and attempt.
+        """
         now = self._now()
         return [
             rank
@@ -290,7 +293,10 @@ class Shrinking:
         ]
 
     def unbuilt(self) -> list[int]:
-        """Return the ranks that are not gone and have sent no Built for this rank's last View."""
+        """Return the other ranks that are not gone and not known to have built this agreement.
+
+        Such a rank has sent no Built, or its last one differs from this rank's last View.
+        """
         return [rank for rank in self._others() if self._built.get(rank) != self._told]
 
     def _others(self) -> list[int]:

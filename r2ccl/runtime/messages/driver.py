@@ -72,8 +72,8 @@ class LinkSend(SendRequest):
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
         """Raise InternalError: this rank posts no receives for a message that it sends."""
         raise InternalError(
-            f"rank {self.peer} answered message {self.ident} of this rank with a slice of data: "
-            "please report this bug"
+            f"rank {self.peer} answered message {self.ident}, which was sent to it, with a slice "
+            "of data: please report this bug"
         )
 
     def on_released(self, index: int) -> None:

@@ -107,20 +107,44 @@ class Way(Protocol):
         ...
 
     def connect_to(self, peer: int) -> None:
-        """Connect paths to `peer`, a rank of the job, if messages need them; wait for the paths."""
+        """Connect paths to `peer`, a rank of the job, if messages need them; wait for the paths.
+
+        Raises
+        ------
+        TransportTimeout
+            If no path to `peer` came up in time; the communicator has ended.
+        ConcurrentCalls
+            If the caller is a signal handler that interrupted a call of its thread.
+        R2cclError
+            If the communicator has ended, or ends meanwhile.
+        """
         ...
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
         """Call ``fn()`` while no other thread uses the driver; return its result.
 
         If `is_step`, advance messages first. An exception of ``fn()`` ends the communicator.
+
+        Raises
+        ------
+        ConcurrentCalls
+            If the caller is a signal handler that interrupted a call of its thread.
+        R2cclError
+            If the communicator has ended, or ends meanwhile.
         """
         ...
 
     def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
         """Advance messages until ``is_done()``.
 
-        Raise TransportTimeout, which ends the communicator, after ``patience.timeout_s``.
+        Raises
+        ------
+        TransportTimeout
+            If ``is_done()`` is not true within ``patience.timeout_s``; the communicator has ended.
+        ConcurrentCalls
+            If the caller is a signal handler that interrupted a call of its thread.
+        R2cclError
+            If the communicator has ended, or ends meanwhile.
         """
         ...
 
@@ -129,6 +153,11 @@ class Way(Protocol):
 
         Return NOT_RUN if there is no such call, the form of an array differs, or the communicator
         has ended, and in the cases in which `begin` returns NOT_RUN.
+
+        Raises
+        ------
+        R2cclError
+            If the communicator ends meanwhile.
         """
         ...
 

@@ -112,7 +112,8 @@ class TcpProber:
         if key in self._probes:
             return
         if key.via not in self._sources or PathKey(key.peer, key.rail) not in self._targets:
-            self._done.append(Probed(key, None, "this rank has no such rail to that rank"))
+            why = f"rank {self._rank} has no such rail to rank {key.peer}"
+            self._done.append(Probed(key, None, why))
             return
         self._probes[key] = probe = _Probe(key)
         self._send_probe(probe, self._clock())

@@ -125,6 +125,8 @@ class TcpTransport(PreconnectedTransport):
         self._rank = rank
         self._eager_nbytes = eager_nbytes
         self._congestion = congestion
+        #: Congestion controls that could not be set; each is logged once.
+        self._unset: set[str] = set()
         self._clock = clock
         self._epoll = select.epoll()
         self._wakeup = Wakeup()
@@ -398,12 +400,19 @@ class TcpTransport(PreconnectedTransport):
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
             except OSError as exc:
-                _log.info(
-                    "rank %d: TCP congestion control %s cannot be set (%s), so the default of "
-                    "the system is used: load or allow it in the kernel, or set another "
-                    "R2CC_TCP_CONGESTION",
-                    self._rank, congestion, exc,
-                )  # fmt: skip
+                self._log_unset(congestion, exc)
+
+    def _log_unset(self, congestion: str, exc: OSError) -> None:
+        """Log that `congestion` cannot be set; a warning if the user has chosen it."""
+        if congestion in self._unset:
+            return
+        self._unset.add(congestion)
+        _log.log(
+            logging.INFO if self._congestion == "auto" else logging.WARNING,
+            "rank %d: TCP congestion control %s cannot be set (%s), so the default of the system "
+            "is used: load or allow it in the kernel, or set another R2CC_TCP_CONGESTION",
+            self._rank, congestion, exc,
+        )  # fmt: skip
 
     def _mark(self, conn: Connection) -> None:
         if not conn.is_dirty:

@@ -71,7 +71,7 @@ class DmabufRegistrar(Protocol):
     def register_dmabuf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:
         """Register `nbytes` bytes of dma-buf `fd` from `offset` on.
 
-        The NIC's I/O address of the first byte is `offset`.
+        The NIC's I/O address of the first byte is `offset`. Raise the same errors as `register`.
         """
         ...
 

@@ -41,7 +41,13 @@ class MemoryRegion(Protocol):
         ...
 
     def close(self) -> None:
-        """Deregister the memory."""
+        """Deregister the memory.
+
+        Raises
+        ------
+        Exception
+            If the NIC cannot deregister the memory, for example because it is gone.
+        """
         ...
 
 

@@ -37,7 +37,7 @@ _NOT_USED = (
 _REPORT = "this is a defect of r2ccl: report it with the logs of both ranks"
 _DRIVER = "look at dmesg and the device's firmware version"
 _REGISTRATION = (
-    "memory must stay allocated and registered until the call ends, on this rank and on the peer; "
+    "memory must stay allocated and registered until the call ends, on both ranks of the path; "
     "if it did, report it with the logs of both ranks"
 )
 
@@ -53,7 +53,7 @@ STATUSES: dict[int, CompletionStatus] = {
         "LOC_QP_OP_ERR",
         "the local queue pair cannot execute the request: wrong operation, flag or size; Soft-RoCE "
         "also reports this for requests in flight when a queue pair breaks",
-        "on Soft-RoCE, look for the first failure of the same rail, here or at the peer; elsewhere "
+        "on Soft-RoCE, look for the first failure of the same rail, at either end; elsewhere "
         + _REPORT,
     ),
     3: CompletionStatus(
@@ -61,13 +61,13 @@ STATUSES: dict[int, CompletionStatus] = {
     ),
     4: CompletionStatus(
         "LOC_PROT_ERR",
-        "a buffer of the request is not covered by a valid registration on this rank",
+        "a local buffer of the request is not covered by a valid registration",
         _REGISTRATION,
     ),
     5: CompletionStatus(
         "WR_FLUSH_ERR",
         "the queue pair was in its error state before the request was executed",
-        "this is a consequence: look for the first failure of the same rail, here or at the peer",
+        "this is a consequence: look for the first failure of the same rail, at either end",
     ),
     6: CompletionStatus("MW_BIND_ERR", "a memory window could not be bound", _NOT_USED),
     7: CompletionStatus(
@@ -77,7 +77,7 @@ STATUSES: dict[int, CompletionStatus] = {
     ),
     8: CompletionStatus(
         "LOC_ACCESS_ERR",
-        "an incoming write with immediate data addressed memory of this rank that it may not write",
+        "an incoming write with immediate data addressed local memory that it may not write",
         _REGISTRATION,
     ),
     9: CompletionStatus(
@@ -204,8 +204,8 @@ def describe_status(status: int, vendor_err: int = 0) -> str:
     --------
     >>> describe_status(5, 0xF9)
     'WR_FLUSH_ERR (status 5, vendor error 0xf9): the queue pair was in its error state before the \
-request was executed; this is a consequence: look for the first failure of the same rail, here or \
-at the peer'
+request was executed; this is a consequence: look for the first failure of the same rail, at \
+either end'
     """
     known = STATUSES.get(status)
     meaning, hint = (known.meaning, known.hint) if known else _UNKNOWN

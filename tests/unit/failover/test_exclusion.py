@@ -101,7 +101,7 @@ def test_a_name_means_a_nic_of_the_node_a_number_a_rail(
 @pytest.mark.parametrize("nic", ["eth2", "eth", "", 3, -1, 1.0, None])
 def test_a_nic_that_the_rank_lacks_is_refused_with_those_it_has(nic: str | int) -> None:
     known = r"rank 1 on a.example.org has eth0 \(rail 0\), eth1 \(rail 1\), mlx5_0:1 \(rail 2\)"
-    with pytest.raises(InvalidArgument, match=f"{known}; pass one of these"):
+    with pytest.raises(InvalidArgument, match=f"names no NIC: {known}; pass one of these"):
         ports_of(job(), 1, nic)
 
 

@@ -115,6 +115,23 @@ def test_the_table_refuses_what_is_not_there(where):
         table(ring.allreduce(4), **where)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "given"),
+    [
+        ([], "0 inputs were given"),
+        ([np.ones(3), np.ones(3)], r"2 inputs were given \(float64 of shape \(3,\)\)"),
+        (
+            [np.ones((3, 1)), np.ones((3, 1)), np.ones(3, "f4")],
+            r"3 inputs were given \(float32 of shape \(3,\), float64 of shape \(3, 1\)\)",
+        ),
+    ],
+)
+def test_the_reference_run_tells_what_inputs_it_got(inputs, given):
+    wanted = f"the schedule has 3 ranks; {given}: give one flat array per rank"
+    with pytest.raises(InvalidArgument, match=wanted):
+        interpret(ring.allreduce(3), inputs, np.add)
+
+
 def test_the_reference_run_leaves_its_inputs_alone():
     inputs = [np.arange(7.0) + rank for rank in range(3)]
     kept = [array.copy() for array in inputs]

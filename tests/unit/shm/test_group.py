@@ -146,9 +146,9 @@ def _nothing(*_):
     """Do nothing."""
 
 
-def _connect(exchange):
+def _connect(exchange, ranks=(0,)):
     return LocalGroup.connect(
-        [0],
+        ranks,
         0,
         exchange,
         Secret(b"s" * 32),
@@ -156,6 +156,14 @@ def _connect(exchange):
         on_exit=_nothing,
         has_ended=lambda: False,
     )
+
+
+def test_ranks_in_other_namespaces_are_named_by_their_numbers():
+    def exchange(mine):
+        return [mine, bytes(16) + mine[16:]]  # an offer begins with the digest of the namespaces
+
+    with pytest.raises(TransportError, match=r"ranks \[7\] run .* than rank 4; run all"):
+        _connect(exchange, [4, 7])
 
 
 def _interrupted_after(nexchanges):

@@ -81,8 +81,8 @@ def test_memory_of_another_size_is_refused():
 @pytest.mark.parametrize(
     ("code", "advice"),
     [
-        (errno.ENOSPC, "free memory, or use fewer ranks on this host"),
-        (errno.ENOMEM, "free memory, or use fewer ranks on this host"),
+        (errno.ENOSPC, "free memory, or use fewer ranks per host"),
+        (errno.ENOMEM, "free memory, or use fewer ranks per host"),
         (errno.ENFILE, "the system has reached its limit of open files: .*fs.file-max"),
     ],
 )

@@ -45,7 +45,8 @@ def test_a_bus_id_is_spelled_as_the_kernel_does(text: str, expected: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1b:00.0", "0000:1b:00", "0000:1b:00.8", "pci0000:1b", "g:0:0.0"]
+    "text",
+    ["", "1b:00.0", "0000:1b:00", "0000:1b:00.8", "0000:1b:20.0", "pci0000:1b", "g:0:0.0"],
 )
 def test_what_is_no_bus_id_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match=r"write domain:bus:device\.function"):

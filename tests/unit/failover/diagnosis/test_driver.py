@@ -282,7 +282,10 @@ def test_a_rank_that_asks_too_much_is_put_off_and_others_are_not() -> None:
         world.diagnosis.on_message(2, ProbeRequest(number, ProbeKey(1, 0, 0)))
     world.diagnosis.on_message(3, ProbeRequest(0, ProbeKey(1, 0, 0)))
     assert len(world.asked) == MAX_SERVED + 1
-    assert [(peer, reply.number) for peer, reply in world.sent] == [(2, MAX_SERVED)]  # type: ignore[attr-defined]
+    ((peer, reply),) = world.sent
+    assert isinstance(reply, ProbeReply)
+    assert (peer, reply.number) == (2, MAX_SERVED)
+    assert reply.detail == "too many probes for rank 2 are running"
     world.answer(lambda key: True)
     assert len(world.sent) == MAX_SERVED + 2
     world.diagnosis.on_message(2, ProbeRequest(0, ProbeKey(1, 0, 0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 
@@ -77,3 +78,21 @@ def test_no_reference_to_the_memory_of_a_slice_is_kept(transport: TcpTransport) 
     assert sys.getrefcount(memory) == nreferences
     transport.close()
     far.close()
+
+
+@pytest.mark.parametrize(("chosen", "level"), [("nosuch", "WARNING"), ("auto", "INFO")])
+def test_a_congestion_control_that_is_missing_is_told_once(
+    chosen: str, level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("r2ccl.transport.tcp.transport._LOOPBACK_CONGESTION", "nosuch")
+    caplog.set_level(logging.INFO)
+    transport = TcpTransport(
+        0, 2, eager_nbytes=64, congestion=chosen, sources={}, targets={}, probe_timeout_s=1.0
+    )
+    far = [open_path(transport, PathKey(1, rail))[0] for rail in (0, 1)]
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert "TCP congestion control nosuch cannot be set" in record.message
+    transport.close()
+    for each in far:
+        each.close()
