@@ -524,7 +524,9 @@ class Engine:
                     if agreement is not None:
                         is_steady = is_steady and agreement.steady is health
                     on_settled = self._note_started if is_steady else None
-                    runs = compiled.run(plan, make, calls, self._run_compiled, on_settled)
+                    runs = compiled.run(
+                        plan, make, calls, self._run_compiled, on_settled, health=health
+                    )
                 if runs is None:
                     runs = make(plan, links)
                 if compiled is None or compiled.held is None:
@@ -564,6 +566,10 @@ class Engine:
         compiled = self._loop.compiled
         held = None if compiled is None else compiled.held
         return None if held is None or held.calls is not self._calls else held.program
+
+    def switch(self, program: CompiledProgram) -> bool:
+        """Let `repeat_of`'s function for `program` repeat its call; return False if impossible."""
+        return self._loop.switch(self, program, self._calls)
 
     def repeat_of(
         self,

@@ -226,6 +226,54 @@ def repeated(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, in
         return nwrong, len(repeats), compiled.nleft
 
 
+def alternating(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, int, int]:
+    """Make calls of several forms in turn; return what `repeated` returns, for repetitions.
+
+    Rows of calls have three forms each, which follow each other at random.
+    """
+    nwrong = 0
+    with (
+        r2ccl.init(shm="0", compiled="1", **settings) as comm,
+        comm.dup() as other,
+        counted_repeats(comm) as repeats,
+    ):
+        compiled = compiled_of(comm)
+        compiled.limit = limit
+        n, rank = comm.nranks, comm.rank
+        chance = random.Random(limit)  # equal on all ranks
+        for row in range(2 * ncalls):
+            forms = [_random_form(chance, n) for _ in range(3)]
+            for number in range(60):
+                kind, count, root = chance.choice(forms)
+                parts = [_data(100 * row + number % 7, each, count) for each in range(n)]
+                if chance.randrange(40) == rank:  # this rank is late
+                    time.sleep(0.01)
+                nwrong += not one_call(comm, kind, parts, root)
+                if chance.random() < 0.02:
+                    nwrong += not np.array_equal(other.allreduce(np.ones(3)), np.full(3, n))
+                if chance.random() < 0.02:
+                    comm.health()
+        return nwrong, len(repeats), compiled.nleft
+
+
+def _random_form(chance: random.Random, nranks: int) -> tuple[str, int, int]:
+    """Return a kind of call, a count for `one_call`, and the root."""
+    return chance.choice(KINDS), nranks * chance.choice(COUNTS[:4]), chance.randrange(nranks)
+
+
+def switches() -> tuple[int, int, int]:
+    """Make three calls in turn; return wrong results, repetitions, and changes of programs."""
+    with r2ccl.init(shm="0", compiled="1") as comm, counted_repeats(comm) as repeats:
+        changes = count_results(comm._engine._loop, "switch", False)
+        parts = [_data(0, each, 12 * comm.nranks) for each in range(comm.nranks)]
+        forms = [("allreduce", parts), ("broadcast", parts), ("allreduce", [x[::2] for x in parts])]
+        nwrong = 0
+        for number in range(90):
+            kind, given = forms[number % len(forms)]
+            nwrong += not one_call(comm, kind, given, 0)
+        return nwrong, len(repeats), len(changes)
+
+
 def reset(fd: int) -> None:
     """Reset a connection; what the kernel has received and not passed on is lost."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -244,20 +292,22 @@ def cut_first_rail(comm: Communicator, pick: float) -> None:
     reset(used[int(pick * len(used))].fd)
 
 
-def repeated_beside_a_cut(seed: int, ncalls: int) -> tuple[int, int, int]:
+def repeated_beside_a_cut(seed: int, ncalls: int, nforms: int) -> tuple[int, int, int]:
     """Repeat calls while a path fails; return the number of wrong ones, repetitions and repairs.
 
-    Before one of the calls, a rank waits until its peers have sent slices, and then resets a
-    connection, so that these slices are lost.
+    Calls of `nforms` forms follow each other at random. Before one of them, a rank waits until its
+    peers have sent slices, and then resets a connection, so that these slices are lost.
     """
     chance = random.Random(seed)  # equal on all ranks
-    kind, count = chance.choice(KINDS), chance.choice(COUNTS[:4])
+    forms = [(chance.choice(KINDS), chance.choice(COUNTS[:4])) for _ in range(nforms)]
     cut, pick = chance.randrange(10, ncalls - 10), chance.random()
     nwrong = 0
     with r2ccl.init(shm="0", compiled="1", rails=2) as comm, counted_repeats(comm) as repeats:
         n, rank = comm.nranks, comm.rank
-        parts = [_data(seed, each, n * count) for each in range(n)]
+        data = [_data(seed, each, n * COUNTS[3]) for each in range(n)]
         for number in range(ncalls):
+            kind, count = chance.choice(forms)
+            parts = [each[: n * count] for each in data]
             if number == cut and rank == n - 1:
                 cut_first_rail(comm, pick)
             nwrong += not one_call(comm, kind, [part + number % 7 for part in parts], 0)

@@ -7,31 +7,33 @@ eager slices are kept. Otherwise `r2ccl.runtime.compiled.replay` brings links an
 that compiled code has reached.
 
 A call that ended in compiled code may be *held*: the counts stay in its tables, and its connections
-stay lent, so that the same call can be repeated (`r2ccl.runtime.compiled.repeated`). `settle` then
-brings the links to the state after all these calls. It must be called before anything else uses
-links or transport, so whoever becomes the owner of the data loop calls it, except to repeat the
-call.
+stay lent, so that the same call can be repeated (`r2ccl.runtime.compiled.repeated`), or other calls
+of its communicator (`r2ccl.runtime.compiled.hold`). `settle` then brings the links to the state
+after all these calls. It must be called before anything else uses links or transport, so whoever
+becomes the owner of the data loop calls it, except to repeat a call.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import NamedTuple
+from operator import itemgetter
 
 import numpy as np
 
 from r2ccl.bootstrap.logs import progress
 from r2ccl.config import Config
+from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import Calls
-from r2ccl.failover.migration.link import Slice, SliceState
+from r2ccl.failover.migration.link import SendLink, Slice, SliceState
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.kernels.arrays import DATA, word_at
 from r2ccl.kernels.native import address_of, callable_of, must_compile
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
+from r2ccl.runtime.compiled.hold import Hold
 from r2ccl.runtime.compiled.program import CompiledProgram, LinkPair, is_supported
 from r2ccl.runtime.compiled.replay import Replay, restore_bytes
 from r2ccl.runtime.executor import HostLanes, LaneRun
@@ -50,35 +52,15 @@ _KEPT = 128
 #: needs more, such as a large call whose slices are all eager, runs in Python, which keeps fewer
 #: copies.
 _MOST_ARENA_NBYTES = 64 << 20
+#: Minimum size of this memory, so that several small calls can be held together. The system
+#: provides only the pages that calls use.
+_HELD_NBYTES = 8 << 20
 
 
 class _Ended:
     """`Consumer` of eager slices whose call has ended; has no methods, because none is called."""
 
     is_bandwidth_sample = False
-
-
-class HeldCall(NamedTuple):
-    """Call that has ended, and whose tables hold the state of its links.
-
-    Attributes
-    ----------
-    program : CompiledProgram
-    calls : Calls
-        Calls of its communicator.
-    conns : list of Connection
-        Connections that are lent.
-    ncalls : int
-        `Links.ncalls` when the call began.
-    on_settled : callable
-        ``on_settled(op)`` is called by `settle` with the number of the last call that was started.
-    """
-
-    program: CompiledProgram
-    calls: Calls[Consumer]
-    conns: list[Connection]
-    ncalls: int
-    on_settled: Callable[[int], None]
 
 
 class CompiledCalls:
@@ -124,8 +106,8 @@ class CompiledCalls:
         #: Connections that the running call has borrowed from the transport.
         self._conns: list[Connection] = []
         self._running: tuple[CompiledProgram, Calls[Consumer]] | None = None
-        #: The held call; None if there is none.
-        self.held: HeldCall | None = None
+        #: The held calls; None if there are none.
+        self.held: Hold | None = None
         #: Number of events after which a call leaves compiled code; 0: no limit. For tests.
         self.limit = 0
         #: Number of calls that ended in compiled code; number of calls that left compiled code, so
@@ -141,6 +123,7 @@ class CompiledCalls:
         repeat: Callable[[Callable[[], int]], int],
         on_settled: Callable[[int], None] | None = None,
         post: Callable[[], None] | None = None,
+        health: Health | None = None,
     ) -> Sequence[LaneRun] | None:
         """Run a call until it ends or leaves compiled code.
 
@@ -157,12 +140,14 @@ class CompiledCalls:
             ``repeat(loop)`` calls ``loop()`` until its result is not PAUSED, and returns this
             result. It returns PAUSED as soon as the data loop has other work.
         on_settled : callable, optional
-            As in `HeldCall`. None: the call must not be held, for example because the next one may
+            As for `Hold`. None: the call must not be held, for example because the next one may
             need another plan.
         post : callable, optional
             Required for messages, whose calls have no lanes: if the data loop has to finish the
             call, ``post()`` posts its slices and receives. The caller of `run` must call
             `take_events` first, because the events may be messages.
+        health : Health, optional
+            Health that the plan was chosen for.
 
         Returns
         -------
@@ -182,6 +167,7 @@ class CompiledCalls:
         if conns is None:
             return None
         self._conns, self._running = conns, (program, calls)
+        program.health = None if on_settled is None else health
         result = at.LEFT
         try:
             result = repeat(partial(self._loop, program.address))
@@ -218,24 +204,35 @@ class CompiledCalls:
             return calls.op
         return max(calls.op, held.program.view[at.OP])  # the tables may be filled in again now
 
+    def switch(self, program: CompiledProgram, calls: Calls[Consumer]) -> bool:
+        """Make `program` the one that `repeat` runs; return False if it cannot be repeated now.
+
+        `calls` are those of its communicator. It can be repeated if calls of this communicator are
+        held, `program` was chosen for the same health as they, and `Hold.take_over` returns True.
+        """
+        held = self.held
+        if held is None or held.calls is not calls or program.health is not held.program.health:
+            return False
+        if not held.take_over(program, self._transport.lend):
+            return False
+        if self.limit:
+            program.view[at.LIMIT] = self.limit
+        return True
+
     def settle(self) -> None:
-        """Bring the links to the state after the repetitions of the held call, if there is one.
+        """Bring the links to the state after the repetitions of the held calls, if there are any.
 
         If Ctrl-C interrupts this method, it has to be called again.
         """
         held = self.held
         if held is None:
             return
-        words = held.program.view
+        program = held.program
         # A repetition that has not ended is here only if an exception prevented `proceed`; the
         # exception ends the communicator.
-        is_running = words[at.REMAINING] != 0
-        ncalls = words[at.NREPEATS] + (0 if is_running else 1)
-        op = words[at.OP] - (words[at.OP_STEP] if is_running else 0)
-        self._update_to(held, ncalls, op, is_running=is_running)
-        self._return_conns(held.program, held.conns)
-        held.program.scratch = None
-        self.held = None
+        self._update_to(held, is_running=program.view[at.REMAINING] != 0)
+        self._return_conns(program, [held.conns[path] for path in program.paths])
+        self._free(held)
 
     def proceed(
         self,
@@ -244,24 +241,23 @@ class CompiledCalls:
         repeat: Callable[[Callable[[], int]], int],
         post: Callable[[], None] | None = None,
     ) -> Sequence[LaneRun]:
-        """Continue a repetition of the held call, whose loop has returned `result`.
+        """Continue a repetition of a held call, whose loop has returned `result`.
 
-        The call is not held any more. The other parameters, and the result, are those of `run`.
+        No call is held any more. The other parameters, and the result, are those of `run`.
         """
         held = self.held
         assert held is not None
-        program, calls, conns, _, on_settled = held
+        program, calls = held.program, held.calls
         words = program.view
-        op = words[at.OP]
-        self._update_to(held, words[at.NREPEATS], op - words[at.OP_STEP], is_running=True)
+        self._update_to(held, is_running=True)
         if post is None:
             self._links.begin(calls, program.plan.signature, program.plan.pairs)
-        on_settled(op)
-        self.held = None
-        # From here on the slot of this call is slot 0, as in a call that was not repeated.
-        slot = words[at.NREPEATS] % program.nslots
-        program.arena = program.arena[slot * program.arena_nbytes :]
-        words[at.FIRST_SLOT] = words[at.ARENA]
+        held.on_settled(words[at.OP])
+        conns = [held.conns[path] for path in program.paths]
+        scratch = program.scratch
+        self._free(held)
+        program.scratch = scratch
+        program.make_first_slot()
         self._conns, self._running = conns, (program, calls)
         ended = at.LEFT
         try:
@@ -273,16 +269,36 @@ class CompiledCalls:
             self._conns, self._running, program.scratch = [], None, None
         return runs
 
-    def _update_to(self, held: HeldCall, ncalls: int, last_op: int, *, is_running: bool) -> None:
-        """Bring links and counts to the state after `ncalls` calls, the last of which is `last_op`.
+    def _free(self, held: Hold) -> None:
+        """End the hold; give back the connections that its current program does not use."""
+        for conn in held.others():
+            self._transport.take_back(conn)
+        for program in held.programs:
+            program.scratch = None
+        self.held = None
 
-        If `is_running`, another call has begun since.
+    def _update_to(self, held: Hold, *, is_running: bool) -> None:
+        """Bring links and counts to the state after all calls of a hold that have ended.
+
+        If `is_running`, another call of the current program has begun since.
         """
-        held.calls.repeat_to(last_op)
+        calls, current = held.calls, held.program
+        last_op = current.view[at.OP] - (current.view[at.OP_STEP] if is_running else 0)
+        calls.repeat_to(last_op, lambda op: held.plan_of(op).signature)
+        calls.pairs = held.plan_of(last_op).pairs
         held.on_settled(last_op)
+        held.spread(is_running=is_running)
+        counts = [program.view[at.NREPEATS] + 1 for program in held.programs]
+        ncalls = sum(counts) - is_running
         self._links.ncalls = held.ncalls + ncalls - 1
-        self._update_links(held.program, held.calls, ncalls, is_running=is_running)
-        self.nfinished += ncalls - 1
+        for program in held.programs:
+            self._update_links(program, calls, is_running=is_running and program is current)
+        self._keep(held.programs, current if is_running else None)
+        if not held.is_counted:
+            held.is_counted = True
+            self.nfinished += ncalls - 1
+            for program, count in zip(held.programs, counts, strict=True):
+                self._count(program, count - (is_running and program is current))
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
         """Return the program of the call that compiled code runs for a communicator, or None."""
@@ -299,7 +315,7 @@ class CompiledCalls:
 
         Earlier calls of the transport's `wake` have no effect afterwards.
         """
-        conns = self._conns if self.held is None else self.held.conns
+        conns = self._conns if self.held is None else self.held.conns.values()
         return self._transport.has_other_events(conns)
 
     def _end(
@@ -316,9 +332,12 @@ class CompiledCalls:
         if result in (at.FINISHED, at.UNSETTLED):
             self.nfinished += 1
             if result == at.FINISHED and on_settled is not None and self._may_hold(program, calls):
-                self.held = HeldCall(program, calls, conns, self._links.ncalls, on_settled)
+                self.held = Hold(program, conns, calls, self._links.ncalls, on_settled)
                 return ()
             self._update_links(program, calls)
+            self._keep((program,))
+            self._count(program, 1)
+            self._confirm_foreign(program)
             if words[at.IS_MEASURED]:
                 self._measure(program)
             self._return_conns(program, conns)
@@ -398,19 +417,15 @@ class CompiledCalls:
                     return None
                 break
         words = program.view
-        program.words[:] = program.initial
-        program.imported.clear()
-        arena = self._arena
-        wanted = program.nslots * program.arena_nbytes
-        if arena.nbytes < wanted:
-            self._arena = arena = np.empty(1 << (wanted - 1).bit_length(), np.uint8)
-        program.arena = arena
+        wanted = max(program.nslots * program.arena_nbytes, _HELD_NBYTES)
+        if self._arena.nbytes < wanted:
+            self._arena = np.empty(1 << (wanted - 1).bit_length(), np.uint8)
+        program.reset(self._arena)
         for end in program.ends:
             if not self._import(program, end):
                 return None
-        words[at.OP] = calls.op
+        program.begin(calls.op)
         # As `data_of`, without a function call for each array.
-        words[at.ARENA] = words[at.FIRST_SLOT] = word_at(id(arena) + DATA).value
         words[at.SPACES] = word_at(id(lanes.source) + DATA).value
         words[at.SPACES + 1] = word_at(id(lanes.output) + DATA).value
         if self.limit:
@@ -418,22 +433,12 @@ class CompiledCalls:
         conns = self._transport.lend(program.paths)
         if conns is None:
             return None
-        if program.layout.uses_scratch:
+        if program.scratch_nbytes:
             scratch = lanes.scratch
             if scratch is None:
-                nbytes = program.layout.count * program.layout.itemsize
-                scratch = np.empty(nbytes, np.uint8)
-            program.scratch = scratch
-            words[at.SPACES + 2] = word_at(id(scratch) + DATA).value
-        at_conn = program.conns_at
-        for conn in conns:
-            words[at_conn + at.FD] = conn.fd
-            words[at_conn + at.BUFFER] = conn.buffer_address
-            words[at_conn + at.PARSED] = conn.parsed
-            words[at_conn + at.FILLED] = conn.filled
-            words[at_conn + at.FRAGMENT_MOST] = conn.fragment_nbytes
-            words[at_conn + at.IS_LOOPBACK] = conn.is_loopback
-            at_conn += at.CONN_NWORDS
+                scratch = np.empty(program.scratch_nbytes, np.uint8)
+            program.use_scratch(scratch)
+        program.attach(conns)
         return conns
 
     def _import(self, program: CompiledProgram, end: LinkPair) -> bool:
@@ -494,18 +499,13 @@ class CompiledCalls:
     # End
 
     def _update_links(
-        self,
-        program: CompiledProgram,
-        calls: Calls[Consumer],
-        ncalls: int = 1,
-        *,
-        is_running: bool = False,
+        self, program: CompiledProgram, calls: Calls[Consumer], *, is_running: bool = False
     ) -> None:
-        """Update the counts of links and paths after `ncalls` calls that ended in compiled code.
+        """Update the counts of links after calls that ended in compiled code.
 
         If `is_running`, a further call has begun; it is not counted.
         """
-        links, words = self._links, program.view
+        links, words, last_op = self._links, program.view, program.last_op(is_running=is_running)
         for end in program.ends:
             sender, receiver, row = end.sender, end.receiver, end.row
             posted = words[row + at.FIRST_SENT] + (0 if is_running else end.nsends)
@@ -519,9 +519,6 @@ class CompiledCalls:
                 if sender.clears:
                     for seq in [seq for seq in sender.clears if seq < sender.posted]:
                         del sender.clears[seq]
-                if sender.is_confirmed and sender.confirmed < posted:
-                    for back in range(min(ncalls, program.nslots) - 1, -1, -1):
-                        self._keep(program, end, calls.op, back, (ncalls - 1) % program.nslots)
             posted = words[row + at.FIRST_RECEIVED] + (0 if is_running else end.nreceives)
             receiver.acked = min(words[row + at.ACKED], posted)
             if end.nreceives:
@@ -534,9 +531,49 @@ class CompiledCalls:
                     while receiver.received in receiver.arrivals:
                         receiver.received += 1
             if end.nreceives or words[row + at.CLEARED]:
-                calls.seen[sender.peer] = max(calls.seen.get(sender.peer, 0), calls.op)
+                calls.seen[sender.peer] = max(calls.seen.get(sender.peer, 0), last_op)
             if words[row + at.IS_UNCONFIRMED] and not is_running:
                 links.unconfirmed[receiver] = None
+
+    def _keep(
+        self, programs: Collection[CompiledProgram], running: CompiledProgram | None = None
+    ) -> None:
+        """Keep copies of the eager slices of ended calls that the peer has not confirmed yet.
+
+        The newest call of `running` has not ended.
+        """
+        found: dict[SendLink, list[tuple[int, CompiledProgram, LinkPair, int, int]]] = {}
+        for program in programs:
+            for end in program.ends:
+                sender = end.sender
+                if not end.nsends or not sender.is_confirmed or sender.confirmed >= sender.posted:
+                    continue
+                least = sender.confirmed
+                if sender.outstanding:  # not again, if Ctrl-C interrupted an earlier `settle`
+                    least = max(least, sender.outstanding[-1].seq + 1)
+                firsts = program.slots[:, 1 + end.number]
+                for slot in np.flatnonzero(firsts + end.nsends > least).tolist():
+                    if program is running and slot == program.slot:
+                        continue
+                    first = int(firsts[slot])
+                    found.setdefault(sender, []).extend(
+                        (first + ordinal, program, end, ordinal, slot)
+                        for ordinal in range(max(0, least - first), end.nsends)
+                    )
+        for sender, slices in found.items():
+            slices.sort(key=itemgetter(0))
+            for seq, program, end, ordinal, slot in slices:
+                view = program.copy_of(end.number, ordinal, slot)
+                signature = program.signature(end.number, is_sent=True)
+                index = program.pairs[end.number].sends[ordinal][0]
+                op = int(program.slots[slot, 0])
+                item = Slice(seq, view, True, op, signature, _ENDED, index)
+                item.path, item.state = end.route, SliceState.RETIRED
+                sender.outstanding.append(item)
+
+    def _count(self, program: CompiledProgram, ncalls: int) -> None:
+        """Count the traffic of `ncalls` calls."""
+        links = self._links
         for key, counts in program.traffic.items():
             path = links.paths[key]
             path.activity += 1
@@ -549,8 +586,11 @@ class CompiledCalls:
             path.nslices_received -= 1
             path.nbytes_received -= nbytes
         program.imported.clear()
-        if words[at.NFOREIGN] and not is_running:
-            rows = program.log[: words[at.NLOGGED]].tolist()
+
+    def _confirm_foreign(self, program: CompiledProgram) -> None:
+        """Pass on the confirmations of links that the call did not use."""
+        if program.view[at.NFOREIGN]:
+            rows = program.log[: program.view[at.NLOGGED]].tolist()
             for kind, conn, channel, _, ack, _, number, *_ in rows:
                 if kind == at.CONFIRMED_EVENT and number < 0:
                     self._progress.confirmed(program.paths[conn].peer, channel, ack)
@@ -569,27 +609,6 @@ class CompiledCalls:
                 balance.posted(path.rail, path.peer, time_ns * 1e-9)
             else:
                 balance.confirmed(path.rail, time_ns * 1e-9, nbytes)
-
-    def _keep(
-        self, program: CompiledProgram, end: LinkPair, last_op: int, back: int, last_slot: int
-    ) -> None:
-        """Keep copies of the eager slices of a call that the peer has not confirmed yet.
-
-        The call is the one that began `back` calls before `last_op`, whose slot is `last_slot`.
-        """
-        sender, first = end.sender, end.sender.posted - (back + 1) * end.nsends
-        signature = program.signature(end.number, is_sent=True)
-        sends, slot = program.pairs[end.number].sends, (last_slot - back) % program.nslots
-        least = sender.confirmed
-        if sender.outstanding:  # not again, if Ctrl-C interrupted an earlier `settle`
-            least = max(least, sender.outstanding[-1].seq + 1)
-        for ordinal in range(max(0, least - first), end.nsends):
-            view = program.copy_of(end.number, ordinal, slot)
-            index = sends[ordinal][0]
-            op = last_op - back * program.view[at.OP_STEP]
-            item = Slice(first + ordinal, view, True, op, signature, _ENDED, index)
-            item.path, item.state = end.route, SliceState.RETIRED
-            sender.outstanding.append(item)
 
 
 def announce_compilation() -> None:

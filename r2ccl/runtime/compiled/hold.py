@@ -1,0 +1,248 @@
+"""Calls that have ended and whose tables still hold the state of their links.
+
+The calls of one communicator are *held* together: several programs take turns, and one of them has
+the newest state. The next one takes over the counts of the links, and the positions in the receive
+buffers of the connections, from a table that all share. The links are brought up to date only when
+the hold ends. A rank that makes several collectives in turn thus needs little more Python than one
+that repeats a single collective.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.failover.migration.calls import HISTORY, Calls
+from r2ccl.failover.migration.links import Consumer
+from r2ccl.planning.plan_cache import Plan
+from r2ccl.runtime.compiled import layout as at
+from r2ccl.runtime.compiled.program import ALIGNMENT, CompiledProgram, LinkPair
+from r2ccl.transport.tcp.connection import Connection
+from r2ccl.types import PathKey
+
+#: `TcpTransport.lend`.
+Lend = Callable[[Sequence[PathKey]], list[Connection] | None]
+
+
+class _SharedWords(NamedTuple):
+    """Words of a program that are also in the table of a hold.
+
+    Attributes
+    ----------
+    columns : ndarray of intp
+        Indices in the words of the program.
+    rows : ndarray of intp
+        Indices in the table.
+    ahead : ndarray of int64
+        Difference of the word in the table and that of the program, whose call has ended: the
+        number of its slices, or 0.
+    """
+
+    columns: npt.NDArray[np.intp]
+    rows: npt.NDArray[np.intp]
+    ahead: npt.NDArray[np.int64]
+
+
+class Hold:
+    """Held programs of a communicator; the first one has just run.
+
+    Parameters
+    ----------
+    program : CompiledProgram
+    conns : sequence of Connection
+        Connections of the program's paths, which are lent.
+    calls : Calls
+        Calls of the communicator.
+    ncalls : int
+        `Links.ncalls` when the call began.
+    on_settled : callable
+        ``on_settled(op)`` must be called when the hold ends, with the number of the last call that
+        was started.
+
+    Attributes
+    ----------
+    program : CompiledProgram
+        Program with the newest state.
+    conns : dict of PathKey to Connection
+        All connections that are lent.
+    is_counted : bool
+        True once the calls were added to the counts of the traffic.
+    """
+
+    __slots__ = (
+        "_arena", "_links", "_members", "_paths", "_table", "_turns", "_used_nbytes", "calls",
+        "conns", "is_counted", "ncalls", "on_settled", "program",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        program: CompiledProgram,
+        conns: Sequence[Connection],
+        calls: Calls[Consumer],
+        ncalls: int,
+        on_settled: Callable[[int], None],
+    ) -> None:
+        self.program = program
+        self.conns = dict(zip(program.paths, conns, strict=True))
+        self.calls = calls
+        self.ncalls = ncalls
+        self.on_settled = on_settled
+        self.is_counted = False
+        #: Memory of all programs, and the size of the part in use.
+        self._arena = program.arena
+        self._used_nbytes = program.nslots * program.arena_nbytes
+        #: Shared words of each program; empty until a second program takes over.
+        self._members: dict[CompiledProgram, _SharedWords] = {}
+        #: Table of the shared words; index of the first word of each link, by peer and channel, and
+        #: of each path.
+        self._table = np.empty(0, np.int64)
+        self._links: dict[tuple[int, int], int] = {}
+        self._paths: dict[PathKey, int] = {}
+        #: The last programs that took over, each with the number of its first call then.
+        self._turns: deque[tuple[int, CompiledProgram]] = deque(maxlen=HISTORY)
+
+    @property
+    def programs(self) -> Collection[CompiledProgram]:
+        """All held programs."""
+        return self._members or (self.program,)
+
+    def plan_of(self, op: int) -> Plan:
+        """Return the plan of call `op`, one of the last `HISTORY` held calls."""
+        turn = bisect_right(self._turns, op, key=itemgetter(0))
+        program = self._turns[turn - 1][1] if turn else next(iter(self.programs))
+        return program.plan
+
+    def take_over(self, program: CompiledProgram, lend: Lend) -> bool:
+        """Give the newest state to `program`; return False, and change no state, if impossible.
+
+        It is impossible if the routes of its links have changed, slices or frames of earlier calls
+        are in progress on links that no other program uses, a connection is not lent, or the memory
+        is full.
+        """
+        former = self.program
+        if program is former:
+            return True
+        if not self._members:
+            self._members[former] = self._share(former)
+        if program not in self._members and not self._join(program, lend):
+            return False
+        self._export(former)
+        self._import(program)
+        op = program.view[at.OP] = former.view[at.OP]
+        self._turns.append((op + program.view[at.OP_STEP], program))
+        self.program = program
+        return True
+
+    def spread(self, *, is_running: bool) -> None:
+        """Give the newest state to all programs.
+
+        If `is_running`, the current program has begun a further call, which does not count.
+        """
+        if self._members:
+            self._export(self.program, is_running=is_running)
+            for program in self._members:
+                if program is not self.program:
+                    self._import(program)
+
+    def others(self) -> list[Connection]:
+        """Return the connections that the current program does not use, after `spread`."""
+        found = []
+        for path, conn in self.conns.items():
+            if path not in self.program.paths:
+                row = self._paths[path]
+                conn.parsed, conn.filled = self._table[row : row + _NCONN].tolist()
+                found.append(conn)
+        return found
+
+    # Programs
+
+    def _join(self, program: CompiledProgram, lend: Lend) -> bool:
+        for end in program.ends:
+            route = end.route
+            if route is None or end.sender.route != route or end.receiver.route != route:
+                return False
+            if (end.sender.peer, end.sender.channel) not in self._links and not _is_idle(end):
+                return False
+        start = self._used_nbytes
+        scratch_at = start + program.nslots * program.arena_nbytes
+        end_nbytes = scratch_at + program.scratch_nbytes
+        if end_nbytes > self._arena.nbytes:
+            return False
+        missing = [path for path in program.paths if path not in self.conns]
+        lent = lend(missing)
+        if lent is None:
+            return False
+        self.conns.update(zip(missing, lent, strict=True))
+        self._used_nbytes = -(-end_nbytes // ALIGNMENT) * ALIGNMENT
+        program.reset(self._arena[start:scratch_at])
+        if program.scratch_nbytes:
+            program.use_scratch(self._arena[scratch_at:end_nbytes])
+        program.attach([self.conns[path] for path in program.paths])
+        program.view[at.NREPEATS], program.view[at.REMAINING] = -1, 0  # as after a call
+        self._members[program] = self._share(program)
+        return True
+
+    def _share(self, program: CompiledProgram) -> _SharedWords:
+        """Return the shared words of a program; add those that are new to the table."""
+        columns: list[int] = []
+        rows: list[int] = []
+        ahead: list[int] = []
+        for end in program.ends:
+            key = end.sender.peer, end.sender.channel
+            if key not in self._links:
+                sender, receiver = end.sender, end.receiver
+                counts = sender.posted, sender.confirmed, receiver.posted, receiver.posted
+                self._links[key] = self._extend((*counts, receiver.acked))
+            columns += [end.row + word for word in _LINK_WORDS]
+            rows += range(self._links[key], self._links[key] + _NLINK)
+            ahead += [end.nsends, 0, end.nreceives, 0, 0]
+        for number, path in enumerate(program.paths):
+            if path not in self._paths:
+                conn = self.conns[path]
+                self._paths[path] = self._extend((conn.parsed, conn.filled))
+            start = program.conns_at + at.CONN_NWORDS * number
+            columns += [start + word for word in _CONN_WORDS]
+            rows += range(self._paths[path], self._paths[path] + _NCONN)
+            ahead += [0] * _NCONN
+        return _SharedWords(
+            np.array(columns, np.intp), np.array(rows, np.intp), np.array(ahead, np.int64)
+        )
+
+    def _extend(self, words: Sequence[int]) -> int:
+        """Append words to the table; return the index of the first one."""
+        start = self._table.size
+        self._table = np.concatenate((self._table, np.array(words, np.int64)))
+        return start
+
+    def _export(self, program: CompiledProgram, *, is_running: bool = False) -> None:
+        columns, rows, ahead = self._members[program]
+        found = program.words[columns]
+        self._table[rows] = found if is_running else found + ahead
+
+    def _import(self, program: CompiledProgram) -> None:
+        columns, rows, ahead = self._members[program]
+        program.words[columns] = self._table[rows] - ahead
+
+
+def _is_idle(end: LinkPair) -> bool:
+    """Return whether the two links have no slices or frames but unconfirmed eager slices."""
+    sender, receiver = end.sender, end.receiver
+    if receiver.landings or receiver.arrivals or receiver.posted != receiver.consumed:
+        return False
+    return not sender.clears and all(
+        each.is_eager and each.path == end.route for each in sender.outstanding
+    )
+
+
+#: Shared words of a link, and of a connection.
+_LINK_WORDS = (at.FIRST_SENT, at.CONFIRMED, at.FIRST_RECEIVED, at.CONSUMED, at.ACKED)
+_CONN_WORDS = (at.PARSED, at.FILLED)
+_NLINK, _NCONN = len(_LINK_WORDS), len(_CONN_WORDS)
+
+__all__ = ["Hold"]
