@@ -535,17 +535,17 @@ class DataLoop:
             if self.inbox:
                 self._control.call_soon(self.serve)
 
-    def switch(self, caller: Caller, program: CompiledProgram, calls: Calls[Consumer]) -> bool:
-        """Make `program` the one whose call `repeat` repeats; return False if that is impossible.
+    def switch(self, caller: Caller, switch: Callable[[CompiledCalls], bool]) -> bool:
+        """Return ``switch(compiled)``, which lets `repeat` run the call of another program.
 
-        `calls` are those of its communicator.
+        Return False if the loop has other work. ``switch`` may not wait.
         """
         owner, compiled = self.owner, self.compiled
         assert compiled is not None
         if owner._is_owned():  # type: ignore[attr-defined]
             return False
         try:
-            return owner.acquire(blocking=False) and compiled.switch(program, calls)
+            return owner.acquire(blocking=False) and switch(compiled)
         except BaseException as exc:
             self.give_up(caller, exc)
             raise

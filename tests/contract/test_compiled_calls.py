@@ -49,7 +49,7 @@ def test_every_collective_is_repeated(kind: str, nranks: int) -> None:
 
 
 @pytest.mark.parametrize("nranks", [2, 4])
-def test_collectives_in_turn_are_repeated(nranks: int) -> None:
+def test_calls_in_turn_are_repeated(nranks: int) -> None:
     found = launch(programs.switches, nranks, timeout_s=60.0)
     assert [nwrong for nwrong, _, _ in found] == [0] * nranks
     assert sum(nrepeated for _, nrepeated, _ in found) > 0

@@ -169,6 +169,9 @@ def one_call(comm: Communicator, kind: str, parts: list[Any], number: int) -> bo
         expected = np.concatenate([part[first : first + own] for part in parts])
     elif kind == "scan":
         result, expected = comm.scan(x, out), np.sum(parts[: rank + 1], axis=0)
+    elif kind == "shift":
+        comm.sendrecv(x, (rank + 1) % n, out, (rank - 1) % n)
+        return np.array_equal(out, parts[rank - 1])
     elif kind == "exscan in place":
         result = comm.exscan(x)
         return not rank or np.array_equal(result, np.sum(parts[:rank], axis=0))
@@ -229,7 +232,8 @@ def repeated(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, in
 def alternating(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, int, int]:
     """Make calls of several forms in turn; return what `repeated` returns, for repetitions.
 
-    Rows of calls have three forms each, which follow each other at random.
+    Rows of calls have four forms each, which follow each other at random: collectives of two
+    communicators, and exchanges of messages. A rank may be late, or ask for the status.
     """
     nwrong = 0
     with (
@@ -242,35 +246,42 @@ def alternating(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int,
         n, rank = comm.nranks, comm.rank
         chance = random.Random(limit)  # equal on all ranks
         for row in range(2 * ncalls):
-            forms = [_random_form(chance, n) for _ in range(3)]
+            forms = [random_form(chance, n) for _ in range(4)]
             for number in range(60):
                 kind, count, root = chance.choice(forms)
                 parts = [_data(100 * row + number % 7, each, count) for each in range(n)]
-                if chance.randrange(40) == rank:  # this rank is late
+                if chance.randrange(40) == rank:
                     time.sleep(0.01)
-                nwrong += not one_call(comm, kind, parts, root)
-                if chance.random() < 0.02:
-                    nwrong += not np.array_equal(other.allreduce(np.ones(3)), np.full(3, n))
+                nwrong += not one_call(other if root % 2 else comm, kind, parts, root)
                 if chance.random() < 0.02:
                     comm.health()
         return nwrong, len(repeats), compiled.nleft
 
 
-def _random_form(chance: random.Random, nranks: int) -> tuple[str, int, int]:
+def random_form(chance: random.Random, nranks: int) -> tuple[str, int, int]:
     """Return a kind of call, a count for `one_call`, and the root."""
-    return chance.choice(KINDS), nranks * chance.choice(COUNTS[:4]), chance.randrange(nranks)
+    kind = chance.choice((*KINDS, "shift", "shift"))
+    return kind, nranks * chance.choice(COUNTS[:4]), chance.randrange(nranks)
 
 
 def switches() -> tuple[int, int, int]:
-    """Make three calls in turn; return wrong results, repetitions, and changes of programs."""
-    with r2ccl.init(shm="0", compiled="1") as comm, counted_repeats(comm) as repeats:
+    """Make calls in turn; return wrong results, repetitions, and changes of programs.
+
+    The calls are collectives of two communicators, and exchanges of messages.
+    """
+    with (
+        r2ccl.init(shm="0", compiled="1") as comm,
+        comm.dup() as other,
+        counted_repeats(comm) as repeats,
+    ):
         changes = count_results(comm._engine._loop, "switch", False)
         parts = [_data(0, each, 12 * comm.nranks) for each in range(comm.nranks)]
-        forms = [("allreduce", parts), ("broadcast", parts), ("allreduce", [x[::2] for x in parts])]
-        nwrong = 0
-        for number in range(90):
-            kind, given = forms[number % len(forms)]
-            nwrong += not one_call(comm, kind, given, 0)
+        halves = [each[: each.size // 2] for each in parts]
+        calls = [
+            (comm, "allreduce", parts), (comm, "shift", parts), (comm, "broadcast", parts),
+            (comm, "allreduce", halves), (other, "allreduce", parts), (other, "shift", parts),
+        ]  # fmt: skip
+        nwrong = sum(not one_call(*calls[number % len(calls)], 0) for number in range(180))
         return nwrong, len(repeats), len(changes)
 
 
@@ -299,7 +310,8 @@ def repeated_beside_a_cut(seed: int, ncalls: int, nforms: int) -> tuple[int, int
     peers have sent slices, and then resets a connection, so that these slices are lost.
     """
     chance = random.Random(seed)  # equal on all ranks
-    forms = [(chance.choice(KINDS), chance.choice(COUNTS[:4])) for _ in range(nforms)]
+    kinds = KINDS if nforms == 1 else (*KINDS, "shift")
+    forms = [(chance.choice(kinds), chance.choice(COUNTS[:4])) for _ in range(nforms)]
     cut, pick = chance.randrange(10, ncalls - 10), chance.random()
     nwrong = 0
     with r2ccl.init(shm="0", compiled="1", rails=2) as comm, counted_repeats(comm) as repeats:

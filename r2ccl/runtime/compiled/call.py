@@ -8,7 +8,7 @@ that compiled code has reached.
 
 A call that ended in compiled code may be *held*: the counts stay in its tables, and its connections
 stay lent, so that the same call can be repeated (`r2ccl.runtime.compiled.repeated`), or other calls
-of its communicator (`r2ccl.runtime.compiled.hold`). `settle` then brings the links to the state
+together with it (`r2ccl.runtime.compiled.hold`). `settle` then brings the links to the state
 after all these calls. It must be called before anything else uses links or transport, so whoever
 becomes the owner of the data loop calls it, except to repeat a call.
 """
@@ -22,6 +22,7 @@ from functools import partial
 from operator import itemgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from r2ccl.bootstrap.logs import progress
 from r2ccl.config import Config
@@ -140,8 +141,8 @@ class CompiledCalls:
             ``repeat(loop)`` calls ``loop()`` until its result is not PAUSED, and returns this
             result. It returns PAUSED as soon as the data loop has other work.
         on_settled : callable, optional
-            As for `Hold`. None: the call must not be held, for example because the next one may
-            need another plan.
+            As for `HeldCalls`. None: the call must not be held, for example because the next one
+            may need another plan.
         post : callable, optional
             Required for messages, whose calls have no lanes: if the data loop has to finish the
             call, ``post()`` posts its slices and receives. The caller of `run` must call
@@ -200,20 +201,24 @@ class CompiledCalls:
     def last_op_of(self, calls: Calls[Consumer]) -> int:
         """Return the number of the last call of a communicator; any thread may call this method."""
         held = self.held
-        if held is None or held.calls is not calls:
-            return calls.op
-        return max(calls.op, held.program.view[at.OP])  # the tables may be filled in again now
+        return calls.op if held is None else held.op_of(calls)
 
-    def switch(self, program: CompiledProgram, calls: Calls[Consumer]) -> bool:
+    def switch(
+        self,
+        program: CompiledProgram,
+        calls: Calls[Consumer],
+        on_settled: Callable[[int], None],
+        scratch: npt.NDArray[np.uint8] | None = None,
+    ) -> bool:
         """Make `program` the one that `repeat` runs; return False if it cannot be repeated now.
 
-        `calls` are those of its communicator. It can be repeated if calls of this communicator are
-        held, `program` was chosen for the same health as they, and `Hold.take_over` returns True.
+        It can be repeated if any calls are held and `Hold.take_over` returns True, whose parameters
+        these are. A call with this plan must be allowed to be held, see `run`.
         """
         held = self.held
-        if held is None or held.calls is not calls or program.health is not held.program.health:
+        if held is None:
             return False
-        if not held.take_over(program, self._transport.lend):
+        if not held.take_over(program, calls, on_settled, self._transport.lend, scratch):
             return False
         if self.limit:
             program.view[at.LIMIT] = self.limit
@@ -247,12 +252,11 @@ class CompiledCalls:
         """
         held = self.held
         assert held is not None
-        program, calls = held.program, held.calls
-        words = program.view
+        program, calls = held.program, held.current.calls
         self._update_to(held, is_running=True)
         if post is None:
             self._links.begin(calls, program.plan.signature, program.plan.pairs)
-        held.on_settled(words[at.OP])
+        held.current.on_settled(program.view[at.OP])
         conns = [held.conns[path] for path in program.paths]
         scratch = program.scratch
         self._free(held)
@@ -282,16 +286,15 @@ class CompiledCalls:
 
         If `is_running`, another call of the current program has begun since.
         """
-        calls, current = held.calls, held.program
-        last_op = current.view[at.OP] - (current.view[at.OP_STEP] if is_running else 0)
-        calls.repeat_to(last_op, lambda op: held.plan_of(op).signature)
-        calls.pairs = held.plan_of(last_op).pairs
-        held.on_settled(last_op)
+        current = held.program
         held.spread(is_running=is_running)
+        for each in held.all_calls.values():
+            each.settle()
         counts = [program.view[at.NREPEATS] + 1 for program in held.programs]
         ncalls = sum(counts) - is_running
         self._links.ncalls = held.ncalls + ncalls - 1
         for program in held.programs:
+            calls = self._links.calls[program.view[at.CONTEXT]]
             self._update_links(program, calls, is_running=is_running and program is current)
         self._keep(held.programs, current if is_running else None)
         if not held.is_counted:
@@ -332,7 +335,7 @@ class CompiledCalls:
         if result in (at.FINISHED, at.UNSETTLED):
             self.nfinished += 1
             if result == at.FINISHED and on_settled is not None and self._may_hold(program, calls):
-                self.held = Hold(program, conns, calls, self._links.ncalls, on_settled)
+                self.held = Hold(program, conns, calls, on_settled, self._links.ncalls)
                 return ()
             self._update_links(program, calls)
             self._keep((program,))

@@ -1,10 +1,10 @@
 """Calls that have ended and whose tables still hold the state of their links.
 
-The calls of one communicator are *held* together: several programs take turns, and one of them has
-the newest state. The next one takes over the counts of the links, and the positions in the receive
-buffers of the connections, from a table that all share. The links are brought up to date only when
-the hold ends. A rank that makes several collectives in turn thus needs little more Python than one
-that repeats a single collective.
+Several programs can be *held* together, also those of different communicators and of messages. One
+of them has the newest state. The next one takes over the counts of the links, and the positions in
+the receive buffers of the connections, from a table that all share. The links are brought up to
+date only when the hold ends. A rank that makes several calls in turn thus needs little more Python
+than one that repeats a single call.
 """
 
 from __future__ import annotations
@@ -49,8 +49,57 @@ class _SharedWords(NamedTuple):
     ahead: npt.NDArray[np.int64]
 
 
+class HeldCalls:
+    """Held calls of one communicator, or its messages.
+
+    Parameters
+    ----------
+    calls : Calls
+    on_settled : callable
+        ``on_settled(op)`` must be called when the hold ends, with the number of the last call that
+        was started.
+    program : CompiledProgram
+        Program of the first call.
+
+    Attributes
+    ----------
+    op : int
+        Number of the last call, while another communicator's program has the newest state.
+    """
+
+    __slots__ = ("_first", "_turns", "calls", "on_settled", "op")
+
+    def __init__(
+        self, calls: Calls[Consumer], on_settled: Callable[[int], None], program: CompiledProgram
+    ) -> None:
+        self.calls = calls
+        self.on_settled = on_settled
+        self.op = calls.op
+        self._first = program
+        #: The last programs that took over, each with the number of its first call then.
+        self._turns: deque[tuple[int, CompiledProgram]] = deque(maxlen=HISTORY)
+
+    def take_over(self, program: CompiledProgram) -> None:
+        """Note that `program` makes the calls after call `op`."""
+        program.view[at.OP] = self.op
+        self._turns.append((self.op + program.view[at.OP_STEP], program))
+
+    def settle(self) -> None:
+        """Bring numbers and signatures of the calls to the state after call `op`."""
+        calls, op = self.calls, self.op
+        if op > calls.op:
+            calls.repeat_to(op, lambda number: self._plan_of(number).signature)
+            calls.pairs = self._plan_of(op).pairs
+        self.on_settled(op)
+
+    def _plan_of(self, op: int) -> Plan:
+        """Return the plan of call `op`, one of the last `HISTORY` ones."""
+        turn = bisect_right(self._turns, op, key=itemgetter(0))
+        return (self._turns[turn - 1][1] if turn else self._first).plan
+
+
 class Hold:
-    """Held programs of a communicator; the first one has just run.
+    """Held programs; the first one has just run.
 
     Parameters
     ----------
@@ -58,17 +107,18 @@ class Hold:
     conns : sequence of Connection
         Connections of the program's paths, which are lent.
     calls : Calls
-        Calls of the communicator.
+        Calls of its communicator.
+    on_settled : callable
+        As for `HeldCalls`.
     ncalls : int
         `Links.ncalls` when the call began.
-    on_settled : callable
-        ``on_settled(op)`` must be called when the hold ends, with the number of the last call that
-        was started.
 
     Attributes
     ----------
     program : CompiledProgram
         Program with the newest state.
+    current : HeldCalls
+        Calls that it belongs to.
     conns : dict of PathKey to Connection
         All connections that are lent.
     is_counted : bool
@@ -76,8 +126,8 @@ class Hold:
     """
 
     __slots__ = (
-        "_arena", "_links", "_members", "_paths", "_table", "_turns", "_used_nbytes", "calls",
-        "conns", "is_counted", "ncalls", "on_settled", "program",
+        "_arena", "_links", "_members", "_paths", "_table", "_used_nbytes", "all_calls", "conns",
+        "current", "is_counted", "ncalls", "program",
     )  # fmt: skip
 
     def __init__(
@@ -85,14 +135,15 @@ class Hold:
         program: CompiledProgram,
         conns: Sequence[Connection],
         calls: Calls[Consumer],
-        ncalls: int,
         on_settled: Callable[[int], None],
+        ncalls: int,
     ) -> None:
         self.program = program
         self.conns = dict(zip(program.paths, conns, strict=True))
-        self.calls = calls
+        self.current = HeldCalls(calls, on_settled, program)
+        #: Held calls of all communicators.
+        self.all_calls = {calls: self.current}
         self.ncalls = ncalls
-        self.on_settled = on_settled
         self.is_counted = False
         #: Memory of all programs, and the size of the part in use.
         self._arena = program.arena
@@ -104,46 +155,59 @@ class Hold:
         self._table = np.empty(0, np.int64)
         self._links: dict[tuple[int, int], int] = {}
         self._paths: dict[PathKey, int] = {}
-        #: The last programs that took over, each with the number of its first call then.
-        self._turns: deque[tuple[int, CompiledProgram]] = deque(maxlen=HISTORY)
 
     @property
     def programs(self) -> Collection[CompiledProgram]:
         """All held programs."""
         return self._members or (self.program,)
 
-    def plan_of(self, op: int) -> Plan:
-        """Return the plan of call `op`, one of the last `HISTORY` held calls."""
-        turn = bisect_right(self._turns, op, key=itemgetter(0))
-        program = self._turns[turn - 1][1] if turn else next(iter(self.programs))
-        return program.plan
-
-    def take_over(self, program: CompiledProgram, lend: Lend) -> bool:
+    def take_over(
+        self,
+        program: CompiledProgram,
+        calls: Calls[Consumer],
+        on_settled: Callable[[int], None],
+        lend: Lend,
+        scratch: npt.NDArray[np.uint8] | None = None,
+    ) -> bool:
         """Give the newest state to `program`; return False, and change no state, if impossible.
 
-        It is impossible if the routes of its links have changed, slices or frames of earlier calls
-        are in progress on links that no other program uses, a connection is not lent, or the memory
-        is full.
+        `calls` and `on_settled` are those of its communicator, and `scratch` is its scratch memory;
+        None: new memory. It is impossible if the routes of its links have changed, slices or frames
+        of earlier calls are in progress on links that no other program uses, a connection is not
+        lent, or the memory is full.
         """
         former = self.program
         if program is former:
             return True
         if not self._members:
             self._members[former] = self._share(former)
-        if program not in self._members and not self._join(program, lend):
+        if program not in self._members and not self._join(program, lend, scratch):
             return False
         self._export(former)
         self._import(program)
-        op = program.view[at.OP] = former.view[at.OP]
-        self._turns.append((op + program.view[at.OP_STEP], program))
-        self.program = program
+        self.current.op = former.view[at.OP]
+        current = self.all_calls.get(calls)
+        if current is None:
+            current = self.all_calls[calls] = HeldCalls(calls, on_settled, program)
+        current.take_over(program)
+        self.program, self.current = program, current
         return True
 
+    def op_of(self, calls: Calls[Consumer]) -> int:
+        """Return the number of the last call of a communicator; any thread may call this method."""
+        held = self.all_calls.get(calls)
+        if held is None:
+            return calls.op
+        current = self.program.view[at.OP] if held is self.current else held.op
+        return max(calls.op, current)  # the tables may be filled in again now
+
     def spread(self, *, is_running: bool) -> None:
-        """Give the newest state to all programs.
+        """Give the newest state to all programs and calls.
 
         If `is_running`, the current program has begun a further call, which does not count.
         """
+        words = self.program.view
+        self.current.op = words[at.OP] - (words[at.OP_STEP] if is_running else 0)
         if self._members:
             self._export(self.program, is_running=is_running)
             for program in self._members:
@@ -162,7 +226,9 @@ class Hold:
 
     # Programs
 
-    def _join(self, program: CompiledProgram, lend: Lend) -> bool:
+    def _join(
+        self, program: CompiledProgram, lend: Lend, scratch: npt.NDArray[np.uint8] | None
+    ) -> bool:
         for end in program.ends:
             route = end.route
             if route is None or end.sender.route != route or end.receiver.route != route:
@@ -171,7 +237,7 @@ class Hold:
                 return False
         start = self._used_nbytes
         scratch_at = start + program.nslots * program.arena_nbytes
-        end_nbytes = scratch_at + program.scratch_nbytes
+        end_nbytes = scratch_at + (program.scratch_nbytes if scratch is None else 0)
         if end_nbytes > self._arena.nbytes:
             return False
         missing = [path for path in program.paths if path not in self.conns]
@@ -182,7 +248,8 @@ class Hold:
         self._used_nbytes = -(-end_nbytes // ALIGNMENT) * ALIGNMENT
         program.reset(self._arena[start:scratch_at])
         if program.scratch_nbytes:
-            program.use_scratch(self._arena[scratch_at:end_nbytes])
+            memory = self._arena[scratch_at:end_nbytes] if scratch is None else scratch
+            program.use_scratch(memory)
         program.attach([self.conns[path] for path in program.paths])
         program.view[at.NREPEATS], program.view[at.REMAINING] = -1, 0  # as after a call
         self._members[program] = self._share(program)
@@ -245,4 +312,4 @@ _LINK_WORDS = (at.FIRST_SENT, at.CONFIRMED, at.FIRST_RECEIVED, at.CONSUMED, at.A
 _CONN_WORDS = (at.PARSED, at.FILLED)
 _NLINK, _NCONN = len(_LINK_WORDS), len(_CONN_WORDS)
 
-__all__ = ["Hold"]
+__all__ = ["HeldCalls", "Hold"]
