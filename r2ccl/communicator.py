@@ -1368,7 +1368,9 @@ class Communicator:
         if any other blocking collective runs in another thread, or if the signal handler that calls
         `close` interrupted a blocking call. A communicator made by `split` and the like is closed
         alone: `close` waits for the calls and messages of this rank only, and the shared
-        connections stay open.
+        connections stay open, unless asynchronous calls do not end in time: then all communicators
+        are revoked. After `close`, even if it raises, no call writes to an array any more; if one
+        cannot be ended, an error is logged.
 
         Raises
         ------

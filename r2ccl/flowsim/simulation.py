@@ -125,9 +125,7 @@ def simulate(
     0.012
     """
     program = schedule if isinstance(schedule, Program) else compile_schedule(schedule)
-    _check_sizes(nbytes, itemsize, slice_nbytes, nslices, counts)
-    if counts and len(counts) != program.nparts:
-        raise _wrong("counts", counts, f"one number for each of the {program.nparts} parts")
+    _check_sizes(program, nbytes, itemsize, slice_nbytes, nslices, counts)
     _check(program, network, sharing, tolerance)
     sizes = Sizes(nbytes // itemsize, itemsize, slice_nbytes, nslices, counts)
     chunks = cut_chunks(program, sizes, weights or program.weights)
@@ -189,7 +187,12 @@ def _routes(
 
 
 def _check_sizes(
-    nbytes: int, itemsize: int, slice_nbytes: int, nslices: int, counts: Sequence[int]
+    program: Program,
+    nbytes: int,
+    itemsize: int,
+    slice_nbytes: int,
+    nslices: int,
+    counts: Sequence[int],
 ) -> None:
     if itemsize < 1:
         raise _wrong("itemsize", itemsize, "1 or more")
@@ -197,8 +200,10 @@ def _check_sizes(
         raise _wrong("nbytes", nbytes, f"a multiple of itemsize={itemsize}, 0 or more")
     if min(slice_nbytes, nslices) != 0 or max(slice_nbytes, nslices) < 1:
         raise _wrong("(slice_nbytes, nslices)", (slice_nbytes, nslices), "one above 0, one 0")
-    if counts and sum(counts) != nbytes // itemsize:
-        raise _wrong("counts", counts, f"a sum of {nbytes // itemsize}, the number of elements")
+    nparts, nelements = program.nparts, nbytes // itemsize
+    if counts and (len(counts) != nparts or sum(counts) != nelements):
+        allowed = f"one number for each of the {nparts} parts, {nelements} elements in all"
+        raise _wrong("counts", counts, allowed)
 
 
 def _check(program: Program, network: Network, sharing: Sharing, tolerance: float) -> None:

@@ -34,6 +34,8 @@ _ARRAY = {
     "pandas": "x.to_numpy()", "polars": "x.to_numpy()", "tensorflow": "x.numpy()",
     "builtins": "a NumPy array, such as np.array(x)",
 }  # fmt: skip
+#: Attributes by which arrays give access to their memory.
+_ARRAY_PROTOCOLS = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
 
 
 def type_name(x: Any) -> str:
@@ -102,7 +104,7 @@ def refused_output(out: object, why: InvalidArgument) -> InvalidArgument:
 
 def misplaced(out: object) -> InvalidArgument | None:
     """Return the error to raise for `out` if it is an operation or a root; else None."""
-    if isinstance(out, str) or callable(out) or "Op" in type(out).__name__:
+    if isinstance(out, str) or _is_operation(out):
         return InvalidArgument(
             f"out={out!r}: the second argument is out; give the operation as op=..., such as "
             "op=r2ccl.SUM"
@@ -112,6 +114,13 @@ def misplaced(out: object) -> InvalidArgument | None:
             f"out={out!r}: the second argument is out; give the root as root={out}"
         )
     return None
+
+
+def _is_operation(x: Any) -> bool:
+    """Return whether `x`, which is not text, is a function or a library's constant for one."""
+    # The class of an array may have any name, such as OpticalField, and a method __call__.
+    is_array = any(hasattr(type(x), name) for name in _ARRAY_PROTOCOLS)
+    return not is_array and (callable(x) or "Op" in type(x).__name__)
 
 
 def _jax_reason(x: Any) -> str:

@@ -275,8 +275,19 @@ class Contexts:
             member.adopt(health)
 
 
+def is_offer(data: bytes) -> bool:
+    """Return whether `data` has the form of an offer, see `Contexts.offer`; `NO_OFFER` has it."""
+    if len(data) != len(NO_OFFER):
+        return False
+    next_op = int.from_bytes(data[_NIDS // 8 :], "little")
+    # Id 0, that of the job's first communicator, is never free.
+    return data == NO_OFFER or (not data[0] & 1 and next_op in _OPS)
+
+
 #: Number of context ids, which is the maximum number of open communicators of a rank.
 _NIDS = 2048
+#: Numbers that a call may have.
+_OPS = range(1, 1 << 63)
 #: Maximum number of ranks that `Context.told` names.
 _MOST_TOLD = 8
 #: Offer of a rank that cannot take part yet; see `Contexts.offer`.
@@ -291,4 +302,5 @@ __all__ = [
     "ContextPost",
     "Contexts",
     "InContext",
+    "is_offer",
 ]

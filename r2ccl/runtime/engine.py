@@ -941,11 +941,23 @@ class RegisteredMemory:
         self._memory: npt.NDArray[np.uint8] | None = memory
 
     def close(self) -> None:
-        """End the registration; idempotent. The memory itself does not change."""
-        registered, self._registered = self._registered, None
-        if registered is not None:
-            self._engine.call(registered.close)
-            self._memory = None
+        """End the registration; idempotent. The memory itself does not change.
+
+        If this method raises, the registration has not ended: call the method again.
+
+        Raises
+        ------
+        ConcurrentCalls
+            If the caller is a signal handler that interrupted a call, or a function of `user_op`.
+        """
+        if self._registered is not None:
+            self._engine.call(self._end)
+
+    def _end(self) -> None:
+        """End the registration unless another thread has; called by the owner of the data loop."""
+        if self._registered is not None:
+            self._registered.close()
+            self._registered = self._memory = None
 
     def __enter__(self) -> RegisteredMemory:
         return self

@@ -311,19 +311,29 @@ class Job:
         first.require_seen()
 
     def _close_one(self, participant: Participant) -> None:
-        """Close a communicator other than the first one; the job's others stay open."""
+        """Close a communicator other than the first one; the job's others stay open.
+
+        If its asynchronous calls do not end, all communicators of the job end.
+        """
         participant.refuse(self.closed)
         try:
             participant.drain()
-            participant.end_calls(_LEAVE_S)
         finally:
-            self._participants.remove(participant)
+            # A call that still runs must not write to its arrays after this method.
             try:
-                participant.engine.messenger.finish()
+                participant.end_calls(_LEAVE_S)
             finally:
-                participant.free_memory(_LEAVE_S)
-            participant.engine.remove()
+                self._remove(participant)
         participant.require_seen()
+
+    def _remove(self, participant: Participant) -> None:
+        """Remove a communicator whose calls have ended, and free its shared memory."""
+        self._participants.remove(participant)
+        try:
+            participant.engine.messenger.finish()
+        finally:
+            participant.free_memory(_LEAVE_S)
+        participant.engine.remove()
 
     def shrink(
         self,

@@ -45,7 +45,10 @@ class SignalDump:
         self._write: Callable[[], None] | None = write
         try:
             # Without `index`, 10.5 would be signal 10, which `close` could not restore.
-            self._previous = signal.signal(index(signum), self._on_signal)
+            number = index(signum)
+            # Stored first, because the signal may arrive as soon as the new handler is installed.
+            self._previous = signal.getsignal(number)
+            signal.signal(number, self._on_signal)
         except (OSError, ValueError, TypeError, OverflowError) as exc:
             raise InvalidArgument(
                 f"signum={signum!r} cannot be handled ({exc}): pass signal.SIGUSR1 or "

@@ -17,16 +17,41 @@ import numpy as np
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument, TransportTimeout
 from r2ccl.runtime.arguments import integer_of, rank_of
-from r2ccl.runtime.contexts import NO_OFFER, Context
+from r2ccl.runtime.contexts import NO_OFFER, Context, is_offer
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.participant import Participant
 from r2ccl.types import AllgatherBytes
 
-#: Entry of a rank: whether it gets a communicator, whether it has timed out, its color, its key.
-_ENTRY = struct.Struct("<??qq")
+#: Form of an `_Entry`, without the offer.
+_ENTRY = struct.Struct("<BBqq")
 _INT64 = range(-(1 << 63), 1 << 63)
 #: Maximum pause in seconds before another attempt, while another thread makes a communicator.
 _PAUSE_S = 0.002
+
+
+class _Entry(NamedTuple):
+    """What a rank tells the others.
+
+    Attributes
+    ----------
+    takes_part : int
+        1 if the rank gets a communicator, else 0.
+    is_late : int
+        1 if the rank has timed out, else 0.
+    color, key : int
+    offer : bytes
+        Its `Contexts.offer`.
+    """
+
+    takes_part: int
+    is_late: int
+    color: int
+    key: int
+    offer: bytes
+
+    def packed(self) -> bytes:
+        """Return the bytes that `_entry_of` makes this entry of."""
+        return _ENTRY.pack(*self[:-1]) + self.offer
 
 
 class Part(NamedTuple):
@@ -93,7 +118,7 @@ def create_among(participant: Participant, ranks: Sequence[int], allgather: Allg
                 f"allgather returned {rows!r:.200}; it must return the bytes of each of the "
                 f"{len(chosen)} ranks"
             )
-        return rows
+        return [bytes(row) for row in rows]
 
     key = chosen.index(engine.rank)
     part = agree(engine, checked, 0, key, engine.config.timeout_s, chosen)
@@ -145,8 +170,8 @@ def agree(
     Raises
     ------
     InvalidArgument
-        If `color` or `key` is not an integer of 64 bits, or no context id is free on all ranks of
-        the new communicator.
+        If `color` or `key` is not an integer of 64 bits, if `allgather` returns bytes that no rank
+        passes, or if no context id is free on all ranks of the new communicator.
     TransportTimeout
         If, after `timeout_s`, other threads are still making communicators, or all context ids of a
         rank are still in use.
@@ -171,15 +196,14 @@ def agree(
         while True:
             # If one rank gives up, all do: a rank that went on would wait for the others.
             is_late = monotonic() >= give_up_s
-            rows = allgather(_ENTRY.pack(color is not None, is_late, color or 0, key) + mine)
-            by_rank = dict(zip(ranks, rows, strict=True))
-            entries = {rank: _ENTRY.unpack_from(row) for rank, row in by_rank.items()}
-            offers = {rank: row[_ENTRY.size :] for rank, row in by_rank.items()}
-            takers = [rank for rank, (takes_part, *_) in entries.items() if takes_part]
-            if not is_first and all(offers[rank] != NO_OFFER for rank in takers):
+            own = _Entry(color is not None, is_late, color or 0, key, mine)
+            rows = zip(ranks, allgather(own.packed()), strict=True)
+            entries = {rank: _entry_of(row, rank) for rank, row in rows}
+            takers = [rank for rank, entry in entries.items() if entry.takes_part]
+            if not is_first and all(entries[rank].offer != NO_OFFER for rank in takers):
                 break
             contexts.withdraw(is_last=False)
-            if any(is_late for _, is_late, _, _ in entries.values()):
+            if any(entry.is_late for entry in entries.values()):
                 raise TransportTimeout(
                     f"rank {engine.rank_in_job}: no communicator was made within {timeout_s:g} s, "
                     "because a rank came late, other threads were making communicators, or all "
@@ -195,14 +219,27 @@ def agree(
         if color is None:
             return None
         members = sorted(
-            (rank for rank in takers if entries[rank][2] == color),
-            key=lambda rank: entries[rank][3],
+            (rank for rank in takers if entries[rank].color == color),
+            key=lambda rank: entries[rank].key,
         )
-        context_id, first_op = contexts.choose([offers[rank] for rank in members])
+        context_id, first_op = contexts.choose([entries[rank].offer for rank in members])
     finally:
         contexts.withdraw(is_last=True)
     in_job = tuple(engine.context.members[rank] for rank in members)
     return Part(Context(context_id, first_op, in_job), tuple(members))
+
+
+def _entry_of(row: bytes, rank: int) -> _Entry:
+    """Return the entry of `rank`; raise `InvalidArgument` if `row` is not one."""
+    offer = row[_ENTRY.size :]
+    if is_offer(offer):
+        takes_part, is_late, color, key = _ENTRY.unpack_from(row)
+        if takes_part <= 1 and is_late <= 1:
+            return _Entry(takes_part, is_late, color, key, offer)
+    raise InvalidArgument(
+        f"allgather returned {row!r:.200} for rank {rank}; it must return the bytes that the rank "
+        "passed"
+    )
 
 
 __all__ = ["Part", "agree", "create", "create_among", "dup", "split"]

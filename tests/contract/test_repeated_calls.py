@@ -44,6 +44,16 @@ def test_slices_that_arrive_before_their_call_are_counted_once() -> None:
     assert sent == received > 0
 
 
+def test_ctrl_c_counts_the_traffic_of_repeated_calls_once() -> None:
+    """Before each line that settles them: some add to counts that others have changed already."""
+    program = functools.partial(programs.counts_despite_ctrl_c, 200)
+    found = launch(program, 2, timeout_s=100.0)
+    (sent, received, ncalls, ncame), (peer_sent, peer_received, peer_ncalls, _) = found
+    assert (sent, received) == (peer_received, peer_sent)
+    assert ncalls == peer_ncalls == 3 * 200
+    assert 20 < ncame < 200  # the last lines are after the end of settling
+
+
 def test_calls_are_repeated_after_calls_of_another_form() -> None:
     for usual, after in launch(programs.repeats_after_another_form, 2, timeout_s=60.0):
         assert usual > 10

@@ -108,6 +108,14 @@ def test_closing_the_job_ends_a_call_on_a_child() -> None:
     assert found == ["CommunicatorRevoked", "CommunicatorRevoked"]
 
 
+@pytest.mark.parametrize("shm", ["0", "1"])
+def test_a_close_that_times_out_ends_the_calls(shm: str) -> None:
+    run = functools.partial(programs.closed_before_a_late_rank, shm)
+    found = launch(run, 2, timeout_s=TIMEOUT_S)
+    assert found[0] == ("TransportTimeout", False, False)
+    assert found[1] == ("CommunicatorRevoked", False, False)
+
+
 def test_context_ids_are_used_again() -> None:
     run = functools.partial(programs.made_and_closed, 200)
     assert max(launch(run, 3, timeout_s=TIMEOUT_S)) < 150

@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 import numpy as np
+from support import interrupted
 from support.compiled_programs import compiled_of, count_results, counted_repeats
 
 import r2ccl
@@ -152,6 +153,38 @@ def counts_of_early_slices() -> tuple[int, int]:
         time.sleep(_LATE_S)
         now = counts()
         return now[0] - sent, now[1] - received
+
+
+def counts_despite_ctrl_c(nlines: int) -> tuple[list[int], list[int], int, int]:
+    """Repeat calls, `nlines` times three; on rank 0 settle them with Ctrl-C before a later line.
+
+    Return the numbers of slices and bytes sent, and received; how many calls ended in compiled code
+    or left it; and how often Ctrl-C came.
+    """
+    x = np.ones(50)
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        compiled, ncame = compiled_of(comm), 0
+        for line in range(1, nlines + 1):
+            for _ in range(3):
+                comm.allreduce(x)
+            with comm._engine._loop.owner:
+                if comm.rank == 0 and compiled.held is not None:
+                    ncame += interrupted.at_line(line, compiled.settle)
+                compiled.settle()
+        ncalls = compiled.nfinished + compiled.nleft
+        comm.barrier()
+        with comm._engine._loop.owner:
+            compiled.settle()
+            paths = comm._engine._links.paths.values()
+            sent = [
+                sum(path.nslices_sent for path in paths),
+                sum(path.nbytes_sent for path in paths),
+            ]
+            received = [
+                sum(path.nslices_received for path in paths),
+                sum(path.nbytes_received for path in paths),
+            ]
+        return sent, received, ncalls, ncame
 
 
 def repeats_after_another_form() -> tuple[int, int]:

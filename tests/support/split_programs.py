@@ -8,6 +8,7 @@ import time
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 
 import r2ccl
@@ -304,6 +305,41 @@ def closed_below_a_call() -> str:
                 found.append(type(exc).__name__)
             comm.abort()
     return found[0]
+
+
+def closed_before_a_late_rank(shm: str) -> tuple[str, bool, bool]:
+    """Close a child on rank 0 below a call that rank 1 makes later.
+
+    Return the error, whether the worker thread of the child still runs, and whether an array has
+    changed since.
+    """
+    comm = r2ccl.init(shm=shm)
+    child = comm.dup()
+    try:
+        if comm.rank:
+            deadline = time.monotonic() + TIMEOUT_S / 2
+            while comm._engine.error is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            child.allreduce(np.ones(100_000))
+            return "no error", False, False
+        participant = child._participant
+        threads = set(threading.enumerate())
+        x = np.ones(100_000)
+        child.allreduce(x, async_op=True)
+        (worker,) = set(threading.enumerate()) - threads
+        # A short timeout for close() only: init() may be slow on a busy machine.
+        participant._config = msgspec.structs.replace(participant._config, init_timeout_s=0.2)
+        child.close()
+        return "no error", False, False
+    except R2cclError as exc:
+        if comm.rank:
+            return type(exc).__name__, False, False
+        before = x.copy()
+        is_alive = worker.is_alive()
+        worker.join(TIMEOUT_S)
+        return type(exc).__name__, is_alive, not np.array_equal(x, before)
+    finally:
+        comm.abort("the program has ended")
 
 
 def made_and_closed(nrounds: int) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 
@@ -30,11 +30,12 @@ from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import Calls
 from r2ccl.failover.migration.link import SendLink, Slice, SliceState
 from r2ccl.failover.migration.links import Consumer, Links
+from r2ccl.failover.migration.path import Path
 from r2ccl.kernels.arrays import DATA, word_at
 from r2ccl.kernels.native import address_of, callable_of, must_compile
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
-from r2ccl.runtime.compiled.hold import Hold
+from r2ccl.runtime.compiled.hold import Hold, Totals
 from r2ccl.runtime.compiled.program import CompiledProgram, LinkPair, is_supported
 from r2ccl.runtime.compiled.replay import Replay, restore_bytes
 from r2ccl.runtime.executor import HostLanes, LaneRun
@@ -284,24 +285,25 @@ class CompiledCalls:
     def _update_to(self, held: Hold, *, is_running: bool) -> None:
         """Bring links and counts to the state after all calls of a hold that have ended.
 
-        If `is_running`, another call of the current program has begun since.
+        If `is_running`, another call of the current program has begun since. If Ctrl-C interrupts
+        this method, it has to be called again.
         """
         current = held.program
         held.spread(is_running=is_running)
         for each in held.all_calls.values():
             each.settle()
-        counts = [program.view[at.NREPEATS] + 1 for program in held.programs]
-        ncalls = sum(counts) - is_running
+        counts = {program: program.view[at.NREPEATS] + 1 for program in held.programs}
+        counts[current] -= is_running
+        ncalls = sum(counts.values())
         self._links.ncalls = held.ncalls + ncalls - 1
         for program in held.programs:
             calls = self._links.calls[program.view[at.CONTEXT]]
             self._update_links(program, calls, is_running=is_running and program is current)
         self._keep(held.programs, current if is_running else None)
-        if not held.is_counted:
-            held.is_counted = True
-            self.nfinished += ncalls - 1
-            for program, count in zip(held.programs, counts, strict=True):
-                self._count(program, count - (is_running and program is current))
+        if held.totals is None:
+            # Stored before they are set, so that an interrupted call of this method adds nothing.
+            held.totals = self._totals_after(counts, ncalls - 1)
+        self._count(held.programs, held.totals)
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
         """Return the program of the call that compiled code runs for a communicator, or None."""
@@ -333,13 +335,13 @@ class CompiledCalls:
     ) -> Sequence[LaneRun]:
         words = program.view
         if result in (at.FINISHED, at.UNSETTLED):
-            self.nfinished += 1
             if result == at.FINISHED and on_settled is not None and self._may_hold(program, calls):
+                self.nfinished += 1
                 self.held = Hold(program, conns, calls, on_settled, self._links.ncalls)
                 return ()
             self._update_links(program, calls)
             self._keep((program,))
-            self._count(program, 1)
+            self._count((program,), self._totals_after({program: 1}, 1))
             self._confirm_foreign(program)
             if words[at.IS_MEASURED]:
                 self._measure(program)
@@ -574,22 +576,6 @@ class CompiledCalls:
                 item.path, item.state = end.route, SliceState.RETIRED
                 sender.outstanding.append(item)
 
-    def _count(self, program: CompiledProgram, ncalls: int) -> None:
-        """Count the traffic of `ncalls` calls."""
-        links = self._links
-        for key, counts in program.traffic.items():
-            path = links.paths[key]
-            path.activity += 1
-            path.nslices_sent += ncalls * counts[0]
-            path.nbytes_sent += ncalls * counts[1]
-            path.nslices_received += ncalls * counts[2]
-            path.nbytes_received += ncalls * counts[3]
-        for key, nbytes in program.imported:  # `Progress` has counted these slices
-            path = links.paths[key]
-            path.nslices_received -= 1
-            path.nbytes_received -= nbytes
-        program.imported.clear()
-
     def _confirm_foreign(self, program: CompiledProgram) -> None:
         """Pass on the confirmations of links that the call did not use."""
         if program.view[at.NFOREIGN]:
@@ -597,6 +583,35 @@ class CompiledCalls:
             for kind, conn, channel, _, ack, _, number, *_ in rows:
                 if kind == at.CONFIRMED_EVENT and number < 0:
                     self._progress.confirmed(program.paths[conn].peer, channel, ack)
+
+    def _totals_after(self, counts: Mapping[CompiledProgram, int], nfinished: int) -> Totals:
+        """Return the totals after `counts` calls; `nfinished` of them are not counted yet."""
+        paths: dict[Path, list[int]] = {}
+        for program, ncalls in counts.items():
+            for key, traffic in program.traffic.items():
+                path = self._links.paths[key]
+                if path not in paths:
+                    paths[path] = [
+                        path.nslices_sent, path.nbytes_sent,
+                        path.nslices_received, path.nbytes_received,
+                    ]  # fmt: skip
+                totals = paths[path]
+                for number, count in enumerate(traffic):
+                    totals[number] += ncalls * count
+                # `Progress` has counted the slices that arrived before their call.
+                early = [nbytes for route, nbytes in program.imported if route == key]
+                totals[2] -= len(early)
+                totals[3] -= sum(early)
+        return Totals(self.nfinished + nfinished, paths)
+
+    def _count(self, programs: Collection[CompiledProgram], totals: Totals) -> None:
+        self.nfinished = totals.nfinished
+        for path, counts in totals.paths.items():
+            path.activity += 1
+            path.nslices_sent, path.nbytes_sent = counts[:2]
+            path.nslices_received, path.nbytes_received = counts[2:]
+        for program in programs:
+            program.imported.clear()
 
     def _measure(self, program: CompiledProgram) -> None:
         """Report the times at which cleared slices were posted and released.

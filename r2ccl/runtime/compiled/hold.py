@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from r2ccl.failover.migration.calls import HISTORY, Calls
 from r2ccl.failover.migration.links import Consumer
+from r2ccl.failover.migration.path import Path
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.runtime.compiled.program import ALIGNMENT, CompiledProgram, LinkPair
@@ -47,6 +48,23 @@ class _SharedWords(NamedTuple):
     columns: npt.NDArray[np.intp]
     rows: npt.NDArray[np.intp]
     ahead: npt.NDArray[np.int64]
+
+
+class Totals(NamedTuple):
+    """Counts once held calls are settled.
+
+    They are absolute: to set them again changes nothing.
+
+    Attributes
+    ----------
+    nfinished : int
+        `r2ccl.runtime.compiled.call.CompiledCalls.nfinished`.
+    paths : dict of Path to list of int
+        Paths of the calls, each with its slices sent, bytes sent, slices received, bytes received.
+    """
+
+    nfinished: int
+    paths: dict[Path, list[int]]
 
 
 class HeldCalls:
@@ -121,13 +139,15 @@ class Hold:
         Calls that it belongs to.
     conns : dict of PathKey to Connection
         All connections that are lent.
-    is_counted : bool
-        True once the calls were added to the counts of the traffic.
+    all_calls : dict of Calls to HeldCalls
+        Held calls of all communicators.
+    totals : Totals or None
+        None until they have been computed, at the end of the hold.
     """
 
     __slots__ = (
         "_arena", "_links", "_members", "_paths", "_table", "_used_nbytes", "all_calls", "conns",
-        "current", "is_counted", "ncalls", "program",
+        "current", "ncalls", "program", "totals",
     )  # fmt: skip
 
     def __init__(
@@ -141,10 +161,9 @@ class Hold:
         self.program = program
         self.conns = dict(zip(program.paths, conns, strict=True))
         self.current = HeldCalls(calls, on_settled, program)
-        #: Held calls of all communicators.
         self.all_calls = {calls: self.current}
         self.ncalls = ncalls
-        self.is_counted = False
+        self.totals: Totals | None = None
         #: Memory of all programs, and the size of the part in use.
         self._arena = program.arena
         self._used_nbytes = program.nslots * program.arena_nbytes
@@ -312,4 +331,4 @@ _LINK_WORDS = (at.FIRST_SENT, at.CONFIRMED, at.FIRST_RECEIVED, at.CONSUMED, at.A
 _CONN_WORDS = (at.PARSED, at.FILLED)
 _NLINK, _NCONN = len(_LINK_WORDS), len(_CONN_WORDS)
 
-__all__ = ["HeldCalls", "Hold"]
+__all__ = ["HeldCalls", "Hold", "Totals"]

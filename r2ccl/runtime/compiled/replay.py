@@ -292,15 +292,15 @@ def restore_bytes(conn: Connection, words: Sequence[int], start: int) -> None:
     """Pass to a connection the bytes that compiled code has read and not parsed.
 
     Also pass the frames that it has staged and not written. `words` contains the words of the
-    connection, from index `start` on.
+    connection, from index `start` on. If Ctrl-C interrupts this function, it may be called again.
     """
     conn.parsed, conn.filled = words[start + at.PARSED], words[start + at.FILLED]
     left = words[start + at.NOW_NBYTES] - words[start + at.NOW_DONE]
-    if left:
+    if left and not conn.sending:  # nothing is queued while a connection is lent
         address = words[start + at.NOW] + words[start + at.NOW_DONE]
         conn.sending.append(ctypes.string_at(address, left))
     left = words[start + at.NEXT_NBYTES]
-    if left:
+    if left and not conn.small:
         conn.small.append(ctypes.string_at(words[start + at.NEXT], left))
 
 

@@ -382,6 +382,8 @@ class Messenger:
 
         def is_over() -> bool:
             is_late = until_s is not None and self._clock() >= until_s
+            # Once the communicator has ended, `_wait` raises its error instead.
+            is_late = is_late and self._loop.error is None
             return request.is_done or is_late or self._refusal is not None
 
         if not is_over():

@@ -41,6 +41,12 @@ class GpuArray:
     __cuda_array_interface__ = {"version": 3}  # noqa: RUF012
 
 
+class OpField(np.ndarray):  # type: ignore[type-arg]
+    """An array whose class is named as constants of operations are, and that can be called."""
+
+    def __call__(self) -> None: ...
+
+
 class RedOpType:
     """A constant as pybind11 makes it for torch."""
 
@@ -131,7 +137,10 @@ def test_ranks_that_ignore_out_refuse_what_the_root_does(rank: int, given: Any, 
             call(given)
 
 
-@pytest.mark.parametrize("given", [None, np.empty(0), bytearray(8), GpuArray(), [], b"12345678"])
+@pytest.mark.parametrize(
+    "given",
+    [None, np.empty(0), bytearray(8), GpuArray(), [], b"12345678", np.empty(4).view(OpField)],
+)
 def test_ranks_that_ignore_out_accept_any_array(given: Any) -> None:
     assert arguments.reduce(X, given, ReduceOp.SUM, 0, 1).result is None
     assert arguments.gather(X, given, 0, 1, 2).result is None
@@ -146,6 +155,8 @@ def test_an_op_in_place_of_out_is_told_the_keyword(given: Any) -> None:
 def test_an_out_that_is_an_array_keeps_its_own_error() -> None:
     with pytest.raises(InvalidArgument, match="is not C-contiguous"):
         arguments.allreduce(X, np.ones(8, np.float32)[::2], ReduceOp.SUM)
+    with pytest.raises(InvalidArgument, match="is not C-contiguous"):
+        arguments.allreduce(X, np.ones(8, np.float32)[::2].view(OpField), ReduceOp.SUM)
     with pytest.raises(InvalidArgument, match=r"builtins\.list was given.*np\.array\(x\)"):
         arguments.allreduce(X, [0.0] * 4, ReduceOp.SUM)
 

@@ -96,6 +96,36 @@ def test_colors_and_keys_may_be_integers_of_numpy() -> None:
     assert part.members == (0,)
 
 
+def changed(place: int, value: bytes) -> Callable[[bytes], bytes]:
+    return lambda row: row[:place] + value + row[place + len(value) :]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda row: b"",
+        lambda row: row[:17],
+        lambda row: row[:-1],
+        lambda row: row + b"x",
+        changed(0, b"\2"),
+        changed(1, b"\2"),
+        changed(18, b"\xff"),  # offers the id of the job's first communicator
+        changed(-8, bytes(8)),
+        changed(-8, b"\xff" * 8),
+    ],
+)
+def test_a_row_that_no_rank_passes_is_refused(change: Callable[[bytes], bytes]) -> None:
+    contexts = Contexts()
+    engine = SimpleNamespace(contexts=contexts, rank=0, context=Context(0, 1, (0, 1)))
+
+    def allgather(mine: bytes) -> list[bytes]:
+        return [mine, mine if mine.endswith(NO_OFFER) else change(mine)]
+
+    with pytest.raises(InvalidArgument, match=r"allgather returned b.* for rank 1; it must"):
+        agree(engine, allgather, 0, 0, 30.0)  # type: ignore[arg-type]
+    assert in_another_thread(lambda: contexts.offer(7)) != NO_OFFER
+
+
 class Member:
     """Engine of a communicator that keeps the messages it gets."""
 

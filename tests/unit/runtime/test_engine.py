@@ -14,6 +14,7 @@ from support.still import make_engine, plan
 
 from r2ccl.errors import (
     CommunicatorRevoked,
+    ConcurrentCalls,
     InternalError,
     InvalidArgument,
     PeerLost,
@@ -101,6 +102,28 @@ def test_registered_memory_lives_until_it_is_closed(make: Any) -> None:
     registered.close()
     x.extend(b"1")
     assert not died, "the registration ended before its memory was freed"
+
+
+def test_a_registration_that_could_not_end_can_end_later() -> None:
+    engine, still = make_engine()
+    nended = 0
+
+    def end() -> None:
+        nonlocal nended
+        nended += 1
+
+    still.register = lambda memory: SimpleNamespace(close=end)  # type: ignore[attr-defined]
+    registered = engine.register(np.zeros(64, np.uint8))
+
+    def handler() -> None:
+        with pytest.raises(ConcurrentCalls, match="signal handler"):
+            registered.close()
+
+    engine.call(handler)
+    assert nended == 0
+    for _ in range(2):
+        registered.close()
+    assert nended == 1
 
 
 def test_nobody_sleeps_while_kernels_are_under_way() -> None:

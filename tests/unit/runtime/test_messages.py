@@ -10,7 +10,7 @@ from support.still import make_engine
 
 from r2ccl.clock import monotonic
 from r2ccl.config import ENVELOPE_NBYTES
-from r2ccl.errors import TransportTimeout
+from r2ccl.errors import CommunicatorRevoked, TransportTimeout
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import first_channel, message_context
 from r2ccl.failover.migration.path import PathState
@@ -122,6 +122,20 @@ def test_only_wait_raises_the_error_of_a_message(in_step: bool) -> None:
     assert request.is_done()
     with pytest.raises(TransportTimeout, match="the first error"):
         request.wait()
+
+
+def test_no_wait_for_a_message_continues_after_the_end() -> None:
+    """Otherwise a program that polls with waits of 0 s would never end."""
+    engine, _ = make_engine()
+    out = np.zeros(1, np.uint8)
+    request = engine.messenger.receive(Buffer(out, 0, 1, 1, 1, out), 1, 7)
+    with pytest.raises(TransportTimeout, match="continues: wait again"):
+        request.wait(0)
+    engine._loop.fail(TransportTimeout("the first error", rank=0, status="TIMEOUT"))
+    with pytest.raises(TransportTimeout, match="the first error"):
+        request.wait(0)
+    with pytest.raises(CommunicatorRevoked):
+        request.wait(0)
 
 
 def test_a_call_that_does_not_run_reports_nothing_as_taken() -> None:

@@ -33,6 +33,27 @@ def test_the_former_handler_is_called_after_and_put_back() -> None:
         signal.signal(signal.SIGUSR1, former)
 
 
+def test_a_signal_may_arrive_while_the_handler_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    install = signal.signal
+    former = install(signal.SIGUSR1, lambda *_: calls.append("program"))
+
+    def install_and_raise(*given: Any) -> Any:
+        previous = install(*given)
+        raise_signal()
+        return previous
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", install_and_raise)
+            SignalDump(signal.SIGUSR1, lambda: calls.append("dump"))
+        assert calls == ["dump", "program"]
+    finally:
+        install(signal.SIGUSR1, former)
+
+
 def test_two_dumps_of_one_signal_end_in_any_order() -> None:
     calls: list[str] = []
     former = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
