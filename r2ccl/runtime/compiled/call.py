@@ -36,7 +36,7 @@ from r2ccl.kernels.native import address_of, callable_of, must_compile
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.runtime.compiled.hold import Hold, Totals
-from r2ccl.runtime.compiled.program import CompiledProgram, LinkPair, is_supported
+from r2ccl.runtime.compiled.program import UNUSED, CompiledProgram, LinkPair, is_supported
 from r2ccl.runtime.compiled.replay import Replay, restore_bytes
 from r2ccl.runtime.executor import HostLanes, LaneRun
 from r2ccl.runtime.progress import Progress
@@ -213,16 +213,48 @@ class CompiledCalls:
     ) -> bool:
         """Make `program` the one that `repeat` runs; return False if it cannot be repeated now.
 
-        It can be repeated if any calls are held and `Hold.take_over` returns True, whose parameters
-        these are. A call with this plan must be allowed to be held, see `run`.
+        A call with its plan must be allowed to be held. `calls` and `on_settled` are those of its
+        communicator (see `HeldCalls`), and `scratch` is its scratch memory; None: new memory.
+
+        It cannot be repeated if nothing is held, the routes of its links have changed, slices or
+        frames of earlier calls are in progress on links that no held program uses, a connection
+        cannot be lent (see `TcpTransport.lend`), or the memory is full.
         """
         held = self.held
         if held is None:
             return False
-        if not held.take_over(program, calls, on_settled, self._transport.lend, scratch):
+        if program is held.program:
+            return True
+        if not held.has(program) and not self._join(held, program, scratch):
             return False
+        held.take_over(program, calls, on_settled)
         if self.limit:
             program.view[at.LIMIT] = self.limit
+        return True
+
+    def _join(
+        self, held: Hold, program: CompiledProgram, scratch: npt.NDArray[np.uint8] | None
+    ) -> bool:
+        """Hold `program`, too; return False if that is impossible, see `switch`."""
+        for end in program.ends:
+            route = end.route
+            if route is None or end.sender.route != route or end.receiver.route != route:
+                return False
+            if not held.has_link(end.sender.peer, end.sender.channel) and not _is_idle(end):
+                return False
+        arena_nbytes = program.nslots * program.arena_nbytes
+        own_nbytes = program.scratch_nbytes if scratch is None else 0
+        memory = held.reserve(arena_nbytes + own_nbytes)
+        missing = [path for path in program.paths if path not in held.conns]
+        lent = None if memory is None else self._transport.lend(missing)
+        if memory is None or lent is None:
+            return False
+        held.conns.update(zip(missing, lent, strict=True))
+        _attach(program, [held.conns[path] for path in program.paths])
+        _reset(program, memory[:arena_nbytes])
+        if program.scratch_nbytes:
+            _use_scratch(program, memory[arena_nbytes:] if scratch is None else scratch)
+        held.add(program)
         return True
 
     def settle(self) -> None:
@@ -425,12 +457,12 @@ class CompiledCalls:
         wanted = max(program.nslots * program.arena_nbytes, _HELD_NBYTES)
         if self._arena.nbytes < wanted:
             self._arena = np.empty(1 << (wanted - 1).bit_length(), np.uint8)
-        program.reset(self._arena)
+        _reset(program, self._arena)
         for end in program.ends:
             if not self._import(program, end):
                 return None
-        program.begin(calls.op)
-        # As `data_of`, without a function call for each array.
+        words[at.OP] = calls.op
+        program.slots[0] = [calls.op, *(words[end.row + at.FIRST_SENT] for end in program.ends)]
         words[at.SPACES] = word_at(id(lanes.source) + DATA).value
         words[at.SPACES + 1] = word_at(id(lanes.output) + DATA).value
         if self.limit:
@@ -442,8 +474,13 @@ class CompiledCalls:
             scratch = lanes.scratch
             if scratch is None:
                 scratch = np.empty(program.scratch_nbytes, np.uint8)
-            program.use_scratch(scratch)
-        program.attach(conns)
+            _use_scratch(program, scratch)
+        if conns != program.conns:
+            _attach(program, conns)
+        at_conn = program.conns_at
+        for conn in conns:
+            words[at_conn + at.PARSED], words[at_conn + at.FILLED] = conn.parsed, conn.filled
+            at_conn += at.CONN_NWORDS
         return conns
 
     def _import(self, program: CompiledProgram, end: LinkPair) -> bool:
@@ -627,6 +664,44 @@ class CompiledCalls:
                 balance.posted(path.rail, path.peer, time_ns * 1e-9)
             else:
                 balance.confirmed(path.rail, time_ns * 1e-9, nbytes)
+
+
+def _reset(program: CompiledProgram, arena: npt.NDArray[np.uint8]) -> None:
+    """Set all words of a program to the values before a call, which uses `arena`."""
+    program.words[:] = program.initial
+    program.slots.fill(UNUSED)
+    program.imported.clear()
+    program.arena = arena
+    # As `data_of`, without a function call for each array.
+    program.view[at.ARENA] = program.view[at.FIRST_SLOT] = word_at(id(arena) + DATA).value
+
+
+def _use_scratch(program: CompiledProgram, memory: npt.NDArray[np.uint8]) -> None:
+    program.scratch = memory
+    program.view[at.SPACES + 2] = word_at(id(memory) + DATA).value
+
+
+def _attach(program: CompiledProgram, conns: list[Connection]) -> None:
+    """Let a program use the connections of its paths, from now on."""
+    program.conns = conns
+    start = program.conns_at
+    for conn in conns:
+        for words in (program.initial, program.words):
+            words[start + at.FD] = conn.fd
+            words[start + at.BUFFER] = conn.buffer_address
+            words[start + at.FRAGMENT_MOST] = conn.fragment_nbytes
+            words[start + at.IS_LOOPBACK] = conn.is_loopback
+        start += at.CONN_NWORDS
+
+
+def _is_idle(end: LinkPair) -> bool:
+    """Return whether the two links have no slices or frames but unconfirmed eager slices."""
+    sender, receiver = end.sender, end.receiver
+    if receiver.landings or receiver.arrivals or receiver.posted != receiver.consumed:
+        return False
+    return not sender.clears and all(
+        each.is_eager and each.path == end.route for each in sender.outstanding
+    )
 
 
 def announce_compilation() -> None:

@@ -23,12 +23,9 @@ from r2ccl.failover.migration.links import Consumer
 from r2ccl.failover.migration.path import Path
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
-from r2ccl.runtime.compiled.program import ALIGNMENT, CompiledProgram, LinkPair
+from r2ccl.runtime.compiled.program import ALIGNMENT, CompiledProgram
 from r2ccl.transport.tcp.connection import Connection
 from r2ccl.types import PathKey
-
-#: `TcpTransport.lend`.
-Lend = Callable[[Sequence[PathKey]], list[Connection] | None]
 
 
 class _SharedWords(NamedTuple):
@@ -180,37 +177,47 @@ class Hold:
         """All held programs."""
         return self._members or (self.program,)
 
+    def has(self, program: CompiledProgram) -> bool:
+        """Return whether `program` is held, and `take_over` may be called."""
+        return program in self._members
+
+    def has_link(self, peer: int, channel: int) -> bool:
+        """Return whether a held program uses the links of `peer` and `channel`."""
+        if not self._members:
+            self._members[self.program] = self._share(self.program)
+        return (peer, channel) in self._links
+
+    def reserve(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """Return memory for another program; None: too little is left."""
+        start = self._used_nbytes
+        if start + nbytes > self._arena.nbytes:
+            return None
+        self._used_nbytes = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return self._arena[start : start + nbytes]
+
+    def add(self, program: CompiledProgram) -> None:
+        """Hold `program`, too, whose tables are as before a call and whose connections are lent."""
+        program.view[at.NREPEATS], program.view[at.REMAINING] = -1, 0  # as after a call
+        self._members[program] = self._share(program)
+
     def take_over(
         self,
         program: CompiledProgram,
         calls: Calls[Consumer],
         on_settled: Callable[[int], None],
-        lend: Lend,
-        scratch: npt.NDArray[np.uint8] | None = None,
-    ) -> bool:
-        """Give the newest state to `program`; return False, and change no state, if impossible.
+    ) -> None:
+        """Give the newest state to `program`.
 
-        `calls` and `on_settled` are those of its communicator, and `scratch` is its scratch memory;
-        None: new memory. It is impossible if the routes of its links have changed, slices or frames
-        of earlier calls are in progress on links that no other program uses, a connection is not
-        lent, or the memory is full.
+        `calls` and `on_settled` are those of its communicator, see `HeldCalls`.
         """
-        former = self.program
-        if program is former:
-            return True
-        if not self._members:
-            self._members[former] = self._share(former)
-        if program not in self._members and not self._join(program, lend, scratch):
-            return False
-        self._export(former)
+        self._export(self.program)
         self._import(program)
-        self.current.op = former.view[at.OP]
+        self.current.op = self.program.view[at.OP]
         current = self.all_calls.get(calls)
         if current is None:
             current = self.all_calls[calls] = HeldCalls(calls, on_settled, program)
         current.take_over(program)
         self.program, self.current = program, current
-        return True
 
     def op_of(self, calls: Calls[Consumer]) -> int:
         """Return the number of the last call of a communicator; any thread may call this method."""
@@ -244,35 +251,6 @@ class Hold:
         return found
 
     # Programs
-
-    def _join(
-        self, program: CompiledProgram, lend: Lend, scratch: npt.NDArray[np.uint8] | None
-    ) -> bool:
-        for end in program.ends:
-            route = end.route
-            if route is None or end.sender.route != route or end.receiver.route != route:
-                return False
-            if (end.sender.peer, end.sender.channel) not in self._links and not _is_idle(end):
-                return False
-        start = self._used_nbytes
-        scratch_at = start + program.nslots * program.arena_nbytes
-        end_nbytes = scratch_at + (program.scratch_nbytes if scratch is None else 0)
-        if end_nbytes > self._arena.nbytes:
-            return False
-        missing = [path for path in program.paths if path not in self.conns]
-        lent = lend(missing)
-        if lent is None:
-            return False
-        self.conns.update(zip(missing, lent, strict=True))
-        self._used_nbytes = -(-end_nbytes // ALIGNMENT) * ALIGNMENT
-        program.reset(self._arena[start:scratch_at])
-        if program.scratch_nbytes:
-            memory = self._arena[scratch_at:end_nbytes] if scratch is None else scratch
-            program.use_scratch(memory)
-        program.attach([self.conns[path] for path in program.paths])
-        program.view[at.NREPEATS], program.view[at.REMAINING] = -1, 0  # as after a call
-        self._members[program] = self._share(program)
-        return True
 
     def _share(self, program: CompiledProgram) -> _SharedWords:
         """Return the shared words of a program; add those that are new to the table."""
@@ -314,16 +292,6 @@ class Hold:
     def _import(self, program: CompiledProgram) -> None:
         columns, rows, ahead = self._members[program]
         program.words[columns] = self._table[rows] - ahead
-
-
-def _is_idle(end: LinkPair) -> bool:
-    """Return whether the two links have no slices or frames but unconfirmed eager slices."""
-    sender, receiver = end.sender, end.receiver
-    if receiver.landings or receiver.arrivals or receiver.posted != receiver.consumed:
-        return False
-    return not sender.clears and all(
-        each.is_eager and each.path == end.route for each in sender.outstanding
-    )
 
 
 #: Shared words of a link, and of a connection.

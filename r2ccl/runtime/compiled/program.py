@@ -14,7 +14,6 @@ from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import context_of, is_of_messages
 from r2ccl.failover.migration.link import RecvLink, SendLink
 from r2ccl.failover.migration.links import Links
-from r2ccl.kernels.arrays import data_of
 from r2ccl.kernels.fold import fold_kernel
 from r2ccl.planning.lowering import Lane, LinkSteps, Step
 from r2ccl.planning.plan_cache import Plan
@@ -46,7 +45,7 @@ _MOST_SLOTS_NBYTES = 4 << 20
 _MOST_AHEAD = 4
 _AHEAD_NBYTES = 256 << 10
 #: Words of a slot that no call has used: lower than every number.
-_UNUSED = -(1 << 60)
+UNUSED = -(1 << 60)
 
 
 class Pair:
@@ -137,6 +136,8 @@ class CompiledProgram:
         The ``struct pollfd`` of each connection, and of `wakeup`.
     paths : tuple of PathKey
         Path of each connection, set by `bind`.
+    conns : list of Connection
+        Connections of these paths in the last call.
     traffic : dict of PathKey to list of int
         By path: slices sent in a call, their bytes, slices received, their bytes.
     imported : list of (PathKey, int)
@@ -168,6 +169,7 @@ class CompiledProgram:
         self.layout = plan.layout
         self.pairs = _pairs_of(plan.layout.lanes)
         self.paths: tuple[PathKey, ...] = ()
+        self.conns: list[Connection] = []
         self.traffic: dict[PathKey, list[int]] = {}
         self.imported: list[tuple[PathKey, int]] = []
         self.arena_nbytes = 0
@@ -234,7 +236,7 @@ class CompiledProgram:
         scratch_nbytes = 0 if is_message else self.scratch_nbytes
         self.nslots = 1 if state[at.IS_MEASURED] else self._count_slots(window, scratch_nbytes)
         state[at.NSLOTS], state[at.SLOT_NBYTES] = self.nslots, self.arena_nbytes
-        self.slots: Words = np.full((self.nslots, 1 + len(self.pairs)), _UNUSED, np.int64)
+        self.slots: Words = np.full((self.nslots, 1 + len(self.pairs)), UNUSED, np.int64)
         state[at.SLOT_ROWS] = self.slots.ctypes.data
         state[at.LIMIT] = 1 << 60
         state[at.POLLS] = self.polls.ctypes.data
@@ -432,36 +434,6 @@ class CompiledProgram:
                 counts[1 if is_sent else 3] += sum(sizes)
         return True
 
-    def reset(self, arena: npt.NDArray[np.uint8]) -> None:
-        """Set all words to the values before a call, which uses `arena`."""
-        self.words[:] = self.initial
-        self.slots.fill(_UNUSED)
-        self.imported.clear()
-        self.arena = arena
-        self.view[at.ARENA] = self.view[at.FIRST_SLOT] = data_of(arena)
-
-    def attach(self, conns: Sequence[Connection]) -> None:
-        """Use the connections of ``paths``."""
-        words, start = self.view, self.conns_at
-        for conn in conns:
-            words[start + at.FD] = conn.fd
-            words[start + at.BUFFER] = conn.buffer_address
-            words[start + at.PARSED] = conn.parsed
-            words[start + at.FILLED] = conn.filled
-            words[start + at.FRAGMENT_MOST] = conn.fragment_nbytes
-            words[start + at.IS_LOOPBACK] = conn.is_loopback
-            start += at.CONN_NWORDS
-
-    def use_scratch(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Use `memory` as scratch memory."""
-        self.scratch = memory
-        self.view[at.SPACES + 2] = data_of(memory)
-
-    def begin(self, op: int) -> None:
-        """Begin call `op`, which is not a repetition, in slot 0."""
-        self.view[at.OP] = op
-        self.slots[0] = [op, *(self.view[end.row + at.FIRST_SENT] for end in self.ends)]
-
     @property
     def slot(self) -> int:
         """Slot of the newest call."""
@@ -473,7 +445,7 @@ class CompiledProgram:
         self.arena = self.arena[slot * self.arena_nbytes :]
         words[at.FIRST_SLOT], words[at.NREPEATS] = words[at.ARENA], 0
         row = self.slots[slot].copy()
-        self.slots.fill(_UNUSED)
+        self.slots.fill(UNUSED)
         self.slots[0] = row
 
     def last_op(self, *, is_running: bool) -> int:
@@ -593,4 +565,4 @@ def _nbytes(step: Step, k: int, itemsize: int) -> int:
     return (step.cuts[k + 1] - step.cuts[k]) * itemsize
 
 
-__all__ = ["ALIGNMENT", "CompiledProgram", "LinkPair", "Pair", "is_supported"]
+__all__ = ["ALIGNMENT", "UNUSED", "CompiledProgram", "LinkPair", "Pair", "is_supported"]
