@@ -535,6 +535,23 @@ class DataLoop:
             if self.inbox:
                 self._control.call_soon(self.serve)
 
+    def switch(self, caller: Caller, switch: Callable[[CompiledCalls], bool]) -> bool:
+        """Return ``switch(compiled)``, which lets `repeat` run the call of another program.
+
+        Return False if the loop has other work. ``switch`` may not wait.
+        """
+        owner, compiled = self.owner, self.compiled
+        assert compiled is not None
+        if owner._is_owned():  # type: ignore[attr-defined]
+            return False
+        try:
+            return owner.acquire(blocking=False) and switch(compiled)
+        except BaseException as exc:
+            self.give_up(caller, exc)
+            raise
+        finally:
+            self.release()
+
     def _tick_between_repetitions(self, compiled: CompiledCalls) -> None:
         """Settle the held call and run the timers; run the data loop only if it has other events.
 

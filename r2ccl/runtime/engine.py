@@ -34,6 +34,7 @@ from r2ccl.failover.migration.links import Links
 from r2ccl.failover.revocation import Revoke
 from r2ccl.kernels.arrays import data_of
 from r2ccl.planning.plan_cache import Plan
+from r2ccl.runtime.compiled.call import CompiledCalls
 from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.contexts import Closing, Context, ContextPost, Contexts, InContext
 from r2ccl.runtime.data_loop import BackgroundControl, DataLoop
@@ -524,7 +525,9 @@ class Engine:
                     if agreement is not None:
                         is_steady = is_steady and agreement.steady is health
                     on_settled = self._note_started if is_steady else None
-                    runs = compiled.run(plan, make, calls, self._run_compiled, on_settled)
+                    runs = compiled.run(
+                        plan, make, calls, self._run_compiled, on_settled, health=health
+                    )
                 if runs is None:
                     runs = make(plan, links)
                 if compiled is None or compiled.held is None:
@@ -563,7 +566,26 @@ class Engine:
         """Program of the last call, if the call is held; see `r2ccl.runtime.compiled.call`."""
         compiled = self._loop.compiled
         held = None if compiled is None else compiled.held
-        return None if held is None or held.calls is not self._calls else held.program
+        return None if held is None or held.current.calls is not self._calls else held.program
+
+    def switch(self, program: CompiledProgram) -> bool:
+        """Let the function that `repeat_of` returned for `program` run; return False if it cannot.
+
+        It cannot if the call would have another plan now, or nothing is held.
+        """
+        return self._loop.switch(self, partial(self._switch, program))
+
+    def _switch(self, program: CompiledProgram, compiled: CompiledCalls) -> bool:
+        agreement, local = self._agreement, self._local
+        health = self.whole_health if agreement is None else agreement.steady
+        is_steady = health is not None and program.health is health
+        if not is_steady or compiled.last_op_of(self._calls) < self._desync.asked_op:
+            return False
+        if self._revocation.error is not None:
+            return False
+        if local is not None and local.ncalls != self._nlocal:
+            return False
+        return compiled.switch(program, self._calls, self._note_started)
 
     def repeat_of(
         self,

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.libraries import torch_of
+from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import HostLanes, LandingPool
 from r2ccl.runtime.staged_call import StagedCall
@@ -107,8 +108,9 @@ class Repeats:
         found = self._by_key.get(_key(make, x, array, out, rest[0]))
         if found is None:
             return NotImplemented
-        repeat = found[1]
-        if repeat is self.last.get(make) and array is x and target is out:
+        prepared, repeat, _ = found
+        is_tried = repeat is self.last.get(make) and array is x and target is out
+        if not self.is_possible(prepared, is_tried=is_tried):
             return NotImplemented
         result = repeat(array, target, rest)
         if result is NotImplemented:
@@ -117,6 +119,13 @@ class Repeats:
         if result is array:
             return x
         return out if result is target else result
+
+    def is_possible(self, prepared: object, *, is_tried: bool) -> bool:
+        """Prepare a repetition of the call `prepared`; return False if it would not be repeated.
+
+        `is_tried` is True if it was not repeated just now.
+        """
+        return not is_tried
 
     def forget(self) -> None:
         """Forget all calls; any thread may call this method at any time."""
@@ -127,8 +136,8 @@ class Repeats:
 class NetworkRepeats(Repeats):
     """Calls of one communicator over the network that can be run again.
 
-    Only the last call can be run again, and only while compiled code holds it
-    (`r2ccl.runtime.compiled.call`).
+    A call can be run again while compiled code holds calls of the communicator
+    (`r2ccl.runtime.compiled.hold`).
 
     Parameters
     ----------
@@ -152,20 +161,23 @@ class NetworkRepeats(Repeats):
         self._pool = pool
         self._run = run
         self._memory_of = memory_of
-        self._last_program: object = None
+        #: Programs that have run.
+        self._met: set[CompiledProgram] = set()
 
     def remember_last(
         self, make: Make, x: Any, out: Any, rest: tuple[Any, ...], request: Request
     ) -> None:
-        """Remember the last call, if it is held and the call before it had the same program.
+        """Remember the last call, if it is held and an earlier one had the same program.
 
         ``make(x, out, *rest)`` made `request`.
         """
         program = self._engine.held_program
         if program is None:
             return
-        if program is not self._last_program:
-            self._last_program = program
+        if program not in self._met:
+            if len(self._met) >= _NPROGRAMS:
+                self._met.clear()
+            self._met.add(program)
             return
 
         engine = self._engine
@@ -191,16 +203,17 @@ class NetworkRepeats(Repeats):
 
         self.remember(make, x, out, rest, request, program, repeat_of)
 
-    def run_other(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
-        """Implement `Repeats.run_other`."""
-        if self._engine.held_program is not self._last_program:
-            return NotImplemented
-        return super().run_other(make, x, out, rest)
+    def is_possible(self, prepared: object, *, is_tried: bool) -> bool:
+        """Implement `Repeats.is_possible`."""
+        if prepared is self._engine.held_program:
+            return not is_tried
+        assert isinstance(prepared, CompiledProgram)
+        return self._engine.switch(prepared)
 
     def forget(self) -> None:
         """Implement `Repeats.forget`."""
         super().forget()
-        self._last_program = None
+        self._met.clear()
 
 
 def _key(make: Make, x: Any, array: Any, out: Any, first: Any) -> Hashable:

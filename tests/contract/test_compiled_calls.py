@@ -29,13 +29,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("limit", "nranks", "is_small", "ncalls"), slow_but(QUICK, QUICK + CASES))
-@pytest.mark.parametrize("program", [programs.mixture, programs.repeated])
+@pytest.mark.parametrize("program", [programs.mixture, programs.repeated, programs.alternating])
 def test_results_are_exact_wherever_a_call_leaves(program, limit, nranks, is_small, ncalls):
     given = functools.partial(program, limit, ncalls, SMALL if is_small else {})
     found = launch(given, nranks, timeout_s=100.0)
     assert [nwrong for nwrong, _, _ in found] == [0] * nranks
     assert sum(ndone for _, ndone, _ in found) > 0
-    is_sure = limit <= 3 if program is programs.repeated else is_small or limit <= SURE
+    is_sure = is_small or limit <= SURE if program is programs.mixture else limit <= 3
     if limit and is_sure:
         assert sum(nleft for _, _, nleft in found) > 0
 
@@ -46,6 +46,14 @@ def test_every_collective_is_repeated(kind: str, nranks: int) -> None:
     found = launch(functools.partial(programs.repetitions_of, kind), nranks, timeout_s=60.0)
     assert [nwrong for nwrong, _ in found] == [0] * nranks
     assert sum(nrepeated for _, nrepeated in found) > 0
+
+
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_calls_in_turn_are_repeated(nranks: int) -> None:
+    found = launch(programs.switches, nranks, timeout_s=60.0)
+    assert [nwrong for nwrong, _, _ in found] == [0] * nranks
+    assert sum(nrepeated for _, nrepeated, _ in found) > 0
+    assert sum(nswitched for _, _, nswitched in found) > 0
 
 
 def test_a_plan_in_use_is_not_made_again(monkeypatch):
@@ -83,11 +91,12 @@ def test_a_call_that_cannot_run_in_it_keeps_no_scratch_memory():
 CUTS = (3, 7)
 
 
+@pytest.mark.parametrize("nforms", [1, 3])
 @pytest.mark.parametrize("seed", slow_but(CUTS, range(30)))
-def test_repeated_calls_are_exact_though_a_path_fails(seed: int) -> None:
-    program = functools.partial(programs.repeated_beside_a_cut, seed, 300)
+def test_repeated_calls_are_exact_though_a_path_fails(seed: int, nforms: int) -> None:
+    program = functools.partial(programs.repeated_beside_a_cut, seed, 300, nforms)
     found = launch(program, 2 + seed % 3, timeout_s=100.0)
     assert [nwrong for nwrong, _, _ in found] == [0] * len(found)
-    if seed in CUTS:  # in others, the path may be unused
+    if seed in CUTS and nforms == 1:  # in others, the path may be unused
         assert sum(nrepeated for _, nrepeated, _ in found) > 0
         assert sum(nrepairs for _, _, nrepairs in found) > 0

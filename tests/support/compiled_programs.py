@@ -169,6 +169,9 @@ def one_call(comm: Communicator, kind: str, parts: list[Any], number: int) -> bo
         expected = np.concatenate([part[first : first + own] for part in parts])
     elif kind == "scan":
         result, expected = comm.scan(x, out), np.sum(parts[: rank + 1], axis=0)
+    elif kind == "shift":
+        comm.sendrecv(x, (rank + 1) % n, out, (rank - 1) % n)
+        return np.array_equal(out, parts[rank - 1])
     elif kind == "exscan in place":
         result = comm.exscan(x)
         return not rank or np.array_equal(result, np.sum(parts[:rank], axis=0))
@@ -236,6 +239,62 @@ def repeated(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, in
         return nwrong, len(repeats), compiled.nleft
 
 
+def alternating(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, int, int]:
+    """Make calls of several forms in turn; return what `repeated` returns, for repetitions.
+
+    Rows of calls have four forms each, which follow each other at random: collectives of two
+    communicators, and exchanges of messages. A rank may be late, or ask for the status.
+    """
+    nwrong = 0
+    with (
+        r2ccl.init(shm="0", compiled="1", **settings) as comm,
+        comm.dup() as other,
+        counted_repeats(comm) as repeats,
+    ):
+        compiled = compiled_of(comm)
+        compiled.limit = limit
+        n, rank = comm.nranks, comm.rank
+        chance = random.Random(limit)  # equal on all ranks
+        for row in range(2 * ncalls):
+            forms = [random_form(chance, n) for _ in range(4)]
+            for number in range(60):
+                kind, count, root = chance.choice(forms)
+                parts = [_data(100 * row + number % 7, each, count) for each in range(n)]
+                if chance.randrange(40) == rank:
+                    time.sleep(0.01)
+                nwrong += not one_call(other if root % 2 else comm, kind, parts, root)
+                if chance.random() < 0.02:
+                    comm.health()
+        return nwrong, len(repeats), compiled.nleft
+
+
+def random_form(chance: random.Random, nranks: int) -> tuple[str, int, int]:
+    """Return a kind of call, a count for `one_call`, and the root."""
+    kind = chance.choice((*KINDS, "shift", "shift"))
+    return kind, nranks * chance.choice(COUNTS[:4]), chance.randrange(nranks)
+
+
+def switches() -> tuple[int, int, int]:
+    """Make calls in turn; return wrong results, repetitions, and changes of programs.
+
+    The calls are collectives of two communicators, and exchanges of messages.
+    """
+    with (
+        r2ccl.init(shm="0", compiled="1") as comm,
+        comm.dup() as other,
+        counted_repeats(comm) as repeats,
+    ):
+        changes = count_results(comm._engine._loop, "switch", False)
+        parts = [_data(0, each, 12 * comm.nranks) for each in range(comm.nranks)]
+        halves = [each[: each.size // 2] for each in parts]
+        calls = [
+            (comm, "allreduce", parts), (comm, "shift", parts), (comm, "broadcast", parts),
+            (comm, "allreduce", halves), (other, "allreduce", parts), (other, "shift", parts),
+        ]  # fmt: skip
+        nwrong = sum(not one_call(*calls[number % len(calls)], 0) for number in range(180))
+        return nwrong, len(repeats), len(changes)
+
+
 def reset(fd: int) -> None:
     """Reset a connection; what the kernel has received and not passed on is lost."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -254,20 +313,23 @@ def cut_first_rail(comm: Communicator, pick: float) -> None:
     reset(used[int(pick * len(used))].fd)
 
 
-def repeated_beside_a_cut(seed: int, ncalls: int) -> tuple[int, int, int]:
+def repeated_beside_a_cut(seed: int, ncalls: int, nforms: int) -> tuple[int, int, int]:
     """Repeat calls while a path fails; return the number of wrong ones, repetitions and repairs.
 
-    Before one of the calls, a rank waits until its peers have sent slices, and then resets a
-    connection, so that these slices are lost.
+    Calls of `nforms` forms follow each other at random. Before one of them, a rank waits until its
+    peers have sent slices, and then resets a connection, so that these slices are lost.
     """
     chance = random.Random(seed)  # equal on all ranks
-    kind, count = chance.choice(KINDS), chance.choice(COUNTS[:4])
+    kinds = KINDS if nforms == 1 else (*KINDS, "shift")
+    forms = [(chance.choice(kinds), chance.choice(COUNTS[:4])) for _ in range(nforms)]
     cut, pick = chance.randrange(10, ncalls - 10), chance.random()
     nwrong = 0
     with r2ccl.init(shm="0", compiled="1", rails=2) as comm, counted_repeats(comm) as repeats:
         n, rank = comm.nranks, comm.rank
-        parts = [_data(seed, each, n * count) for each in range(n)]
+        data = [_data(seed, each, n * COUNTS[3]) for each in range(n)]
         for number in range(ncalls):
+            kind, count = chance.choice(forms)
+            parts = [each[: n * count] for each in data]
             if number == cut and rank == n - 1:
                 cut_first_rail(comm, pick)
             nwrong += not one_call(comm, kind, [part + number % 7 for part in parts], 0)

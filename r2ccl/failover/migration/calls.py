@@ -76,10 +76,10 @@ class Calls(Generic[_C]):
         # `Links.begin` removes only the oldest signature, and there are gaps now.
         self._drop_old_signatures()
 
-    def repeat_to(self, op: int) -> None:
-        """Count the calls up to number `op`, all with the signature of the current one."""
+    def repeat_to(self, op: int, signature_of: Callable[[int], int]) -> None:
+        """Count the calls up to number `op`; ``signature_of(number)`` returns their signatures."""
         for number in range(max(self.op, op - HISTORY) + 1, op + 1):
-            self.signatures[number] = self.signature
+            self.signatures[number] = self.signature = signature_of(number)
         self.op = op
         self._drop_old_signatures()
 

@@ -7,33 +7,36 @@ eager slices are kept. Otherwise `r2ccl.runtime.compiled.replay` brings links an
 that compiled code has reached.
 
 A call that ended in compiled code may be *held*: the counts stay in its tables, and its connections
-stay lent, so that the same call can be repeated (`r2ccl.runtime.compiled.repeated`). `settle` then
-brings the links to the state after all these calls. It must be called before anything else uses
-links or transport, so whoever becomes the owner of the data loop calls it, except to repeat the
-call.
+stay lent, so that the same call can be repeated (`r2ccl.runtime.compiled.repeated`), or other calls
+together with it (`r2ccl.runtime.compiled.hold`). `settle` then brings the links to the state
+after all these calls. It must be called before anything else uses links or transport, so whoever
+becomes the owner of the data loop calls it, except to repeat a call.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from operator import itemgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from r2ccl.bootstrap.logs import progress
 from r2ccl.config import Config
+from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import Calls
-from r2ccl.failover.migration.link import Slice, SliceState
+from r2ccl.failover.migration.link import SendLink, Slice, SliceState
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.migration.path import Path
 from r2ccl.kernels.arrays import DATA, word_at
 from r2ccl.kernels.native import address_of, callable_of, must_compile
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
-from r2ccl.runtime.compiled.program import CompiledProgram, LinkPair, is_supported
+from r2ccl.runtime.compiled.hold import Hold, Totals
+from r2ccl.runtime.compiled.program import UNUSED, CompiledProgram, LinkPair, is_supported
 from r2ccl.runtime.compiled.replay import Replay, restore_bytes
 from r2ccl.runtime.executor import HostLanes, LaneRun
 from r2ccl.runtime.progress import Progress
@@ -51,55 +54,15 @@ _KEPT = 128
 #: needs more, such as a large call whose slices are all eager, runs in Python, which keeps fewer
 #: copies.
 _MOST_ARENA_NBYTES = 64 << 20
+#: Minimum size of this memory, so that several small calls can be held together. The system
+#: provides only the pages that calls use.
+_HELD_NBYTES = 8 << 20
 
 
 class _Ended:
     """`Consumer` of eager slices whose call has ended; has no methods, because none is called."""
 
     is_bandwidth_sample = False
-
-
-class _Totals(NamedTuple):
-    """Counts once a held call is settled.
-
-    They are absolute: to set them again changes nothing.
-
-    Attributes
-    ----------
-    nfinished : int
-        `CompiledCalls.nfinished`.
-    paths : list of (Path, int, int, int, int)
-        Paths of the call, each with its slices sent, bytes sent, slices received, bytes received.
-    """
-
-    nfinished: int
-    paths: list[tuple[Path, int, int, int, int]]
-
-
-class HeldCall(NamedTuple):
-    """Call that has ended, and whose tables hold the state of its links.
-
-    Attributes
-    ----------
-    program : CompiledProgram
-    calls : Calls
-        Calls of its communicator.
-    conns : list of Connection
-        Connections that are lent.
-    ncalls : int
-        `Links.ncalls` when the call began.
-    on_settled : callable
-        ``on_settled(op)`` is called by `settle` with the number of the last call that was started.
-    totals : _Totals or None
-        None until `settle` has computed them.
-    """
-
-    program: CompiledProgram
-    calls: Calls[Consumer]
-    conns: list[Connection]
-    ncalls: int
-    on_settled: Callable[[int], None]
-    totals: _Totals | None = None
 
 
 class CompiledCalls:
@@ -145,8 +108,8 @@ class CompiledCalls:
         #: Connections that the running call has borrowed from the transport.
         self._conns: list[Connection] = []
         self._running: tuple[CompiledProgram, Calls[Consumer]] | None = None
-        #: The held call; None if there is none.
-        self.held: HeldCall | None = None
+        #: The held calls; None if there are none.
+        self.held: Hold | None = None
         #: Number of events after which a call leaves compiled code; 0: no limit. For tests.
         self.limit = 0
         #: Number of calls that ended in compiled code; number of calls that left compiled code, so
@@ -162,6 +125,7 @@ class CompiledCalls:
         repeat: Callable[[Callable[[], int]], int],
         on_settled: Callable[[int], None] | None = None,
         post: Callable[[], None] | None = None,
+        health: Health | None = None,
     ) -> Sequence[LaneRun] | None:
         """Run a call until it ends or leaves compiled code.
 
@@ -178,12 +142,14 @@ class CompiledCalls:
             ``repeat(loop)`` calls ``loop()`` until its result is not PAUSED, and returns this
             result. It returns PAUSED as soon as the data loop has other work.
         on_settled : callable, optional
-            As in `HeldCall`. None: the call must not be held, for example because the next one may
-            need another plan.
+            As for `HeldCalls`. None: the call must not be held, for example because the next one
+            may need another plan.
         post : callable, optional
             Required for messages, whose calls have no lanes: if the data loop has to finish the
             call, ``post()`` posts its slices and receives. The caller of `run` must call
             `take_events` first, because the events may be messages.
+        health : Health, optional
+            Health that the plan was chosen for.
 
         Returns
         -------
@@ -203,6 +169,7 @@ class CompiledCalls:
         if conns is None:
             return None
         self._conns, self._running = conns, (program, calls)
+        program.health = None if on_settled is None else health
         result = at.LEFT
         try:
             result = repeat(partial(self._loop, program.address))
@@ -235,28 +202,75 @@ class CompiledCalls:
     def last_op_of(self, calls: Calls[Consumer]) -> int:
         """Return the number of the last call of a communicator; any thread may call this method."""
         held = self.held
-        if held is None or held.calls is not calls:
-            return calls.op
-        return max(calls.op, held.program.view[at.OP])  # the tables may be filled in again now
+        return calls.op if held is None else held.op_of(calls)
+
+    def switch(
+        self,
+        program: CompiledProgram,
+        calls: Calls[Consumer],
+        on_settled: Callable[[int], None],
+        scratch: npt.NDArray[np.uint8] | None = None,
+    ) -> bool:
+        """Make `program` the one that `repeat` runs; return False if it cannot be repeated now.
+
+        A call with its plan must be allowed to be held. `calls` and `on_settled` are those of its
+        communicator (see `HeldCalls`), and `scratch` is its scratch memory; None: new memory.
+
+        It cannot be repeated if nothing is held, the routes of its links have changed, slices or
+        frames of earlier calls are in progress on links that no held program uses, a connection
+        cannot be lent (see `TcpTransport.lend`), or the memory is full.
+        """
+        held = self.held
+        if held is None:
+            return False
+        if program is held.program:
+            return True
+        if not held.has(program) and not self._join(held, program, scratch):
+            return False
+        held.take_over(program, calls, on_settled)
+        if self.limit:
+            program.view[at.LIMIT] = self.limit
+        return True
+
+    def _join(
+        self, held: Hold, program: CompiledProgram, scratch: npt.NDArray[np.uint8] | None
+    ) -> bool:
+        """Hold `program`, too; return False if that is impossible, see `switch`."""
+        for end in program.ends:
+            route = end.route
+            if route is None or end.sender.route != route or end.receiver.route != route:
+                return False
+            if not held.has_link(end.sender.peer, end.sender.channel) and not _is_idle(end):
+                return False
+        arena_nbytes = program.nslots * program.arena_nbytes
+        own_nbytes = program.scratch_nbytes if scratch is None else 0
+        memory = held.reserve(arena_nbytes + own_nbytes)
+        missing = [path for path in program.paths if path not in held.conns]
+        lent = None if memory is None else self._transport.lend(missing)
+        if memory is None or lent is None:
+            return False
+        held.conns.update(zip(missing, lent, strict=True))
+        _attach(program, [held.conns[path] for path in program.paths])
+        _reset(program, memory[:arena_nbytes])
+        if program.scratch_nbytes:
+            _use_scratch(program, memory[arena_nbytes:] if scratch is None else scratch)
+        held.add(program)
+        return True
 
     def settle(self) -> None:
-        """Bring the links to the state after the repetitions of the held call, if there is one.
+        """Bring the links to the state after the repetitions of the held calls, if there are any.
 
         If Ctrl-C interrupts this method, it has to be called again.
         """
         held = self.held
         if held is None:
             return
-        words = held.program.view
+        program = held.program
         # A repetition that has not ended is here only if an exception prevented `proceed`; the
         # exception ends the communicator.
-        is_running = words[at.REMAINING] != 0
-        ncalls = words[at.NREPEATS] + (0 if is_running else 1)
-        op = words[at.OP] - (words[at.OP_STEP] if is_running else 0)
-        self._update_to(held, ncalls, op, is_running=is_running)
-        self._return_conns(held.program, held.conns)
-        held.program.scratch = None
-        self.held = None
+        self._update_to(held, is_running=program.view[at.REMAINING] != 0)
+        self._return_conns(program, [held.conns[path] for path in program.paths])
+        self._free(held)
 
     def proceed(
         self,
@@ -265,24 +279,22 @@ class CompiledCalls:
         repeat: Callable[[Callable[[], int]], int],
         post: Callable[[], None] | None = None,
     ) -> Sequence[LaneRun]:
-        """Continue a repetition of the held call, whose loop has returned `result`.
+        """Continue a repetition of a held call, whose loop has returned `result`.
 
-        The call is not held any more. The other parameters, and the result, are those of `run`.
+        No call is held any more. The other parameters, and the result, are those of `run`.
         """
         held = self.held
         assert held is not None
-        program, calls, conns, _, on_settled, _ = held
-        words = program.view
-        op = words[at.OP]
-        self._update_to(held, words[at.NREPEATS], op - words[at.OP_STEP], is_running=True)
+        program, calls = held.program, held.current.calls
+        self._update_to(held, is_running=True)
         if post is None:
             self._links.begin(calls, program.plan.signature, program.plan.pairs)
-        on_settled(op)
-        self.held = None
-        # From here on the slot of this call is slot 0, as in a call that was not repeated.
-        slot = words[at.NREPEATS] % program.nslots
-        program.arena = program.arena[slot * program.arena_nbytes :]
-        words[at.FIRST_SLOT] = words[at.ARENA]
+        held.current.on_settled(program.view[at.OP])
+        conns = [held.conns[path] for path in program.paths]
+        scratch = program.scratch
+        self._free(held)
+        program.scratch = scratch
+        program.make_first_slot()
         self._conns, self._running = conns, (program, calls)
         ended = at.LEFT
         try:
@@ -294,22 +306,36 @@ class CompiledCalls:
             self._conns, self._running, program.scratch = [], None, None
         return runs
 
-    def _update_to(self, held: HeldCall, ncalls: int, last_op: int, *, is_running: bool) -> None:
-        """Bring links and counts to the state after `ncalls` calls, the last of which is `last_op`.
+    def _free(self, held: Hold) -> None:
+        """End the hold; give back the connections that its current program does not use."""
+        for conn in held.others():
+            self._transport.take_back(conn)
+        for program in held.programs:
+            program.scratch = None
+        self.held = None
 
-        If `is_running`, another call has begun since. If Ctrl-C interrupts this method, it has to
-        be called again, with the same numbers.
+    def _update_to(self, held: Hold, *, is_running: bool) -> None:
+        """Bring links and counts to the state after all calls of a hold that have ended.
+
+        If `is_running`, another call of the current program has begun since. If Ctrl-C interrupts
+        this method, it has to be called again.
         """
-        held.calls.repeat_to(last_op)
-        held.on_settled(last_op)
+        current = held.program
+        held.spread(is_running=is_running)
+        for each in held.all_calls.values():
+            each.settle()
+        counts = {program: program.view[at.NREPEATS] + 1 for program in held.programs}
+        counts[current] -= is_running
+        ncalls = sum(counts.values())
         self._links.ncalls = held.ncalls + ncalls - 1
-        self._update_links(held.program, held.calls, ncalls, is_running=is_running)
+        for program in held.programs:
+            calls = self._links.calls[program.view[at.CONTEXT]]
+            self._update_links(program, calls, is_running=is_running and program is current)
+        self._keep(held.programs, current if is_running else None)
         if held.totals is None:
             # Stored before they are set, so that an interrupted call of this method adds nothing.
-            held = held._replace(totals=self._totals_after(held.program, ncalls, ncalls - 1))
-            self.held = held
-        assert held.totals is not None
-        self._count(held.program, held.totals)
+            held.totals = self._totals_after(counts, ncalls - 1)
+        self._count(held.programs, held.totals)
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
         """Return the program of the call that compiled code runs for a communicator, or None."""
@@ -326,7 +352,7 @@ class CompiledCalls:
 
         Earlier calls of the transport's `wake` have no effect afterwards.
         """
-        conns = self._conns if self.held is None else self.held.conns
+        conns = self._conns if self.held is None else self.held.conns.values()
         return self._transport.has_other_events(conns)
 
     def _end(
@@ -343,10 +369,12 @@ class CompiledCalls:
         if result in (at.FINISHED, at.UNSETTLED):
             if result == at.FINISHED and on_settled is not None and self._may_hold(program, calls):
                 self.nfinished += 1
-                self.held = HeldCall(program, calls, conns, self._links.ncalls, on_settled)
+                self.held = Hold(program, conns, calls, on_settled, self._links.ncalls)
                 return ()
             self._update_links(program, calls)
-            self._count(program, self._totals_after(program, 1, 1))
+            self._keep((program,))
+            self._count((program,), self._totals_after({program: 1}, 1))
+            self._confirm_foreign(program)
             if words[at.IS_MEASURED]:
                 self._measure(program)
             self._return_conns(program, conns)
@@ -426,19 +454,15 @@ class CompiledCalls:
                     return None
                 break
         words = program.view
-        program.words[:] = program.initial
-        program.imported.clear()
-        arena = self._arena
-        wanted = program.nslots * program.arena_nbytes
-        if arena.nbytes < wanted:
-            self._arena = arena = np.empty(1 << (wanted - 1).bit_length(), np.uint8)
-        program.arena = arena
+        wanted = max(program.nslots * program.arena_nbytes, _HELD_NBYTES)
+        if self._arena.nbytes < wanted:
+            self._arena = np.empty(1 << (wanted - 1).bit_length(), np.uint8)
+        _reset(program, self._arena)
         for end in program.ends:
             if not self._import(program, end):
                 return None
         words[at.OP] = calls.op
-        # As `data_of`, without a function call for each array.
-        words[at.ARENA] = words[at.FIRST_SLOT] = word_at(id(arena) + DATA).value
+        program.slots[0] = [calls.op, *(words[end.row + at.FIRST_SENT] for end in program.ends)]
         words[at.SPACES] = word_at(id(lanes.source) + DATA).value
         words[at.SPACES + 1] = word_at(id(lanes.output) + DATA).value
         if self.limit:
@@ -446,21 +470,16 @@ class CompiledCalls:
         conns = self._transport.lend(program.paths)
         if conns is None:
             return None
-        if program.layout.uses_scratch:
+        if program.scratch_nbytes:
             scratch = lanes.scratch
             if scratch is None:
-                nbytes = program.layout.count * program.layout.itemsize
-                scratch = np.empty(nbytes, np.uint8)
-            program.scratch = scratch
-            words[at.SPACES + 2] = word_at(id(scratch) + DATA).value
+                scratch = np.empty(program.scratch_nbytes, np.uint8)
+            _use_scratch(program, scratch)
+        if conns != program.conns:
+            _attach(program, conns)
         at_conn = program.conns_at
         for conn in conns:
-            words[at_conn + at.FD] = conn.fd
-            words[at_conn + at.BUFFER] = conn.buffer_address
-            words[at_conn + at.PARSED] = conn.parsed
-            words[at_conn + at.FILLED] = conn.filled
-            words[at_conn + at.FRAGMENT_MOST] = conn.fragment_nbytes
-            words[at_conn + at.IS_LOOPBACK] = conn.is_loopback
+            words[at_conn + at.PARSED], words[at_conn + at.FILLED] = conn.parsed, conn.filled
             at_conn += at.CONN_NWORDS
         return conns
 
@@ -522,18 +541,13 @@ class CompiledCalls:
     # End
 
     def _update_links(
-        self,
-        program: CompiledProgram,
-        calls: Calls[Consumer],
-        ncalls: int = 1,
-        *,
-        is_running: bool = False,
+        self, program: CompiledProgram, calls: Calls[Consumer], *, is_running: bool = False
     ) -> None:
-        """Update the state of links after `ncalls` calls that ended in compiled code.
+        """Update the counts of links after calls that ended in compiled code.
 
         If `is_running`, a further call has begun; it is not counted.
         """
-        links, words = self._links, program.view
+        links, words, last_op = self._links, program.view, program.last_op(is_running=is_running)
         for end in program.ends:
             sender, receiver, row = end.sender, end.receiver, end.row
             posted = words[row + at.FIRST_SENT] + (0 if is_running else end.nsends)
@@ -547,9 +561,6 @@ class CompiledCalls:
                 if sender.clears:
                     for seq in [seq for seq in sender.clears if seq < sender.posted]:
                         del sender.clears[seq]
-                if sender.is_confirmed and sender.confirmed < posted:
-                    for back in range(min(ncalls, program.nslots) - 1, -1, -1):
-                        self._keep(program, end, calls.op, back, (ncalls - 1) % program.nslots)
             posted = words[row + at.FIRST_RECEIVED] + (0 if is_running else end.nreceives)
             receiver.acked = min(words[row + at.ACKED], posted)
             if end.nreceives:
@@ -562,40 +573,82 @@ class CompiledCalls:
                     while receiver.received in receiver.arrivals:
                         receiver.received += 1
             if end.nreceives or words[row + at.CLEARED]:
-                calls.seen[sender.peer] = max(calls.seen.get(sender.peer, 0), calls.op)
+                calls.seen[sender.peer] = max(calls.seen.get(sender.peer, 0), last_op)
             if words[row + at.IS_UNCONFIRMED] and not is_running:
                 links.unconfirmed[receiver] = None
-        if words[at.NFOREIGN] and not is_running:
-            rows = program.log[: words[at.NLOGGED]].tolist()
+
+    def _keep(
+        self, programs: Collection[CompiledProgram], running: CompiledProgram | None = None
+    ) -> None:
+        """Keep copies of the eager slices of ended calls that the peer has not confirmed yet.
+
+        The newest call of `running` has not ended.
+        """
+        found: dict[SendLink, list[tuple[int, CompiledProgram, LinkPair, int, int]]] = {}
+        for program in programs:
+            for end in program.ends:
+                sender = end.sender
+                if not end.nsends or not sender.is_confirmed or sender.confirmed >= sender.posted:
+                    continue
+                least = sender.confirmed
+                if sender.outstanding:  # not again, if Ctrl-C interrupted an earlier `settle`
+                    least = max(least, sender.outstanding[-1].seq + 1)
+                firsts = program.slots[:, 1 + end.number]
+                for slot in np.flatnonzero(firsts + end.nsends > least).tolist():
+                    if program is running and slot == program.slot:
+                        continue
+                    first = int(firsts[slot])
+                    found.setdefault(sender, []).extend(
+                        (first + ordinal, program, end, ordinal, slot)
+                        for ordinal in range(max(0, least - first), end.nsends)
+                    )
+        for sender, slices in found.items():
+            slices.sort(key=itemgetter(0))
+            for seq, program, end, ordinal, slot in slices:
+                view = program.copy_of(end.number, ordinal, slot)
+                signature = program.signature(end.number, is_sent=True)
+                index = program.pairs[end.number].sends[ordinal][0]
+                op = int(program.slots[slot, 0])
+                item = Slice(seq, view, True, op, signature, _ENDED, index)
+                item.path, item.state = end.route, SliceState.RETIRED
+                sender.outstanding.append(item)
+
+    def _confirm_foreign(self, program: CompiledProgram) -> None:
+        """Pass on the confirmations of links that the call did not use."""
+        if program.view[at.NFOREIGN]:
+            rows = program.log[: program.view[at.NLOGGED]].tolist()
             for kind, conn, channel, _, ack, _, number, *_ in rows:
                 if kind == at.CONFIRMED_EVENT and number < 0:
                     self._progress.confirmed(program.paths[conn].peer, channel, ack)
 
-    def _totals_after(self, program: CompiledProgram, ncalls: int, nfinished: int) -> _Totals:
-        """Return the counts after `ncalls` more calls; `nfinished` of them are not counted yet."""
-        paths = []
-        for key, (nsent, sent, nreceived, received) in program.traffic.items():
-            path = self._links.paths[key]
-            # `Progress` has counted the slices that arrived before their call.
-            early = [nbytes for route, nbytes in program.imported if route == key]
-            paths.append(
-                (
-                    path,
-                    path.nslices_sent + ncalls * nsent,
-                    path.nbytes_sent + ncalls * sent,
-                    path.nslices_received + ncalls * nreceived - len(early),
-                    path.nbytes_received + ncalls * received - sum(early),
-                )
-            )
-        return _Totals(self.nfinished + nfinished, paths)
+    def _totals_after(self, counts: Mapping[CompiledProgram, int], nfinished: int) -> Totals:
+        """Return the totals after `counts` calls; `nfinished` of them are not counted yet."""
+        paths: dict[Path, list[int]] = {}
+        for program, ncalls in counts.items():
+            for key, traffic in program.traffic.items():
+                path = self._links.paths[key]
+                if path not in paths:
+                    paths[path] = [
+                        path.nslices_sent, path.nbytes_sent,
+                        path.nslices_received, path.nbytes_received,
+                    ]  # fmt: skip
+                totals = paths[path]
+                for number, count in enumerate(traffic):
+                    totals[number] += ncalls * count
+                # `Progress` has counted the slices that arrived before their call.
+                early = [nbytes for route, nbytes in program.imported if route == key]
+                totals[2] -= len(early)
+                totals[3] -= sum(early)
+        return Totals(self.nfinished + nfinished, paths)
 
-    def _count(self, program: CompiledProgram, totals: _Totals) -> None:
+    def _count(self, programs: Collection[CompiledProgram], totals: Totals) -> None:
         self.nfinished = totals.nfinished
-        for path, nslices_sent, nbytes_sent, nslices_received, nbytes_received in totals.paths:
+        for path, counts in totals.paths.items():
             path.activity += 1
-            path.nslices_sent, path.nbytes_sent = nslices_sent, nbytes_sent
-            path.nslices_received, path.nbytes_received = nslices_received, nbytes_received
-        program.imported.clear()
+            path.nslices_sent, path.nbytes_sent = counts[:2]
+            path.nslices_received, path.nbytes_received = counts[2:]
+        for program in programs:
+            program.imported.clear()
 
     def _measure(self, program: CompiledProgram) -> None:
         """Report the times at which cleared slices were posted and released.
@@ -612,26 +665,43 @@ class CompiledCalls:
             else:
                 balance.confirmed(path.rail, time_ns * 1e-9, nbytes)
 
-    def _keep(
-        self, program: CompiledProgram, end: LinkPair, last_op: int, back: int, last_slot: int
-    ) -> None:
-        """Keep copies of the eager slices of a call that the peer has not confirmed yet.
 
-        The call is the one that began `back` calls before `last_op`, whose slot is `last_slot`.
-        """
-        sender, first = end.sender, end.sender.posted - (back + 1) * end.nsends
-        signature = program.signature(end.number, is_sent=True)
-        sends, slot = program.pairs[end.number].sends, (last_slot - back) % program.nslots
-        least = sender.confirmed
-        if sender.outstanding:  # not again, if Ctrl-C interrupted an earlier `settle`
-            least = max(least, sender.outstanding[-1].seq + 1)
-        for ordinal in range(max(0, least - first), end.nsends):
-            view = program.copy_of(end.number, ordinal, slot)
-            index = sends[ordinal][0]
-            op = last_op - back * program.view[at.OP_STEP]
-            item = Slice(first + ordinal, view, True, op, signature, _ENDED, index)
-            item.path, item.state = end.route, SliceState.RETIRED
-            sender.outstanding.append(item)
+def _reset(program: CompiledProgram, arena: npt.NDArray[np.uint8]) -> None:
+    """Set all words of a program to the values before a call, which uses `arena`."""
+    program.words[:] = program.initial
+    program.slots.fill(UNUSED)
+    program.imported.clear()
+    program.arena = arena
+    # As `data_of`, without a function call for each array.
+    program.view[at.ARENA] = program.view[at.FIRST_SLOT] = word_at(id(arena) + DATA).value
+
+
+def _use_scratch(program: CompiledProgram, memory: npt.NDArray[np.uint8]) -> None:
+    program.scratch = memory
+    program.view[at.SPACES + 2] = word_at(id(memory) + DATA).value
+
+
+def _attach(program: CompiledProgram, conns: list[Connection]) -> None:
+    """Let a program use the connections of its paths, from now on."""
+    program.conns = conns
+    start = program.conns_at
+    for conn in conns:
+        for words in (program.initial, program.words):
+            words[start + at.FD] = conn.fd
+            words[start + at.BUFFER] = conn.buffer_address
+            words[start + at.FRAGMENT_MOST] = conn.fragment_nbytes
+            words[start + at.IS_LOOPBACK] = conn.is_loopback
+        start += at.CONN_NWORDS
+
+
+def _is_idle(end: LinkPair) -> bool:
+    """Return whether the two links have no slices or frames but unconfirmed eager slices."""
+    sender, receiver = end.sender, end.receiver
+    if receiver.landings or receiver.arrivals or receiver.posted != receiver.consumed:
+        return False
+    return not sender.clears and all(
+        each.is_eager and each.path == end.route for each in sender.outstanding
+    )
 
 
 def announce_compilation() -> None:

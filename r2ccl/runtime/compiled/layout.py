@@ -54,14 +54,18 @@ from __future__ import annotations
     PASS_NS,
     #: Address of the loop, number of steps, and value of `REMAINING` at the start of a call.
     LOOP, NSTEPS, TOTAL,
-    #: Number of times that the call was repeated, see `r2ccl.runtime.compiled.repeated`. The calls
-    #: use the slots of the arena in turn: number of slots, size in bytes, address of the first.
+    #: Number of times that the call was repeated, see `r2ccl.runtime.compiled.repeated`; -1: it has
+    #: not run. The calls use the slots of the arena in turn: number of slots, size in bytes, and
+    #: address of the first.
     NREPEATS, NSLOTS, SLOT_NBYTES, FIRST_SLOT,
+    #: Address of a row for each slot: number of the last call that used the slot, and number of the
+    #: first slice that each pair has sent in this call.
+    SLOT_ROWS,
     #: CPU for this rank, which no other rank of the host has (-1: none), and address of memory for
     #: two sets of CPUs. Number of passes of the loop that found nothing to do.
     HOME, CPU_SETS, NIDLE,
-) = range(48)  # fmt: skip
-STATE_NWORDS = 48
+) = range(49)  # fmt: skip
+STATE_NWORDS = 49
 
 # Connection.
 

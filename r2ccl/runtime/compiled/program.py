@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.config import Config
+from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import context_of, is_of_messages
 from r2ccl.failover.migration.link import RecvLink, SendLink
 from r2ccl.failover.migration.links import Links
@@ -19,7 +20,7 @@ from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.schedule.ir import OpKind
 from r2ccl.shm.layout import CPU_SET_NBYTES
-from r2ccl.transport.tcp.connection import buffer_nbytes
+from r2ccl.transport.tcp.connection import Connection, buffer_nbytes
 from r2ccl.types import USER_OP, CallSignature, PathKey, signed_word
 
 Words = npt.NDArray[np.int64]
@@ -27,7 +28,8 @@ Words = npt.NDArray[np.int64]
 #: Kind of the steps whose cleared slices arrive in the arena and are reduced from there.
 _PLACED = OpKind.RECV_REDUCE
 _REDUCING = frozenset((OpKind.RECV_REDUCE, OpKind.REDUCE))
-_ALIGNMENT = 64
+#: The memory of each slice begins at a multiple of this size in bytes.
+ALIGNMENT = 64
 #: Idle time after which a call leaves compiled code, and time after which compiled code returns to
 #: Python, which then handles signals; in nanoseconds.
 _SLEEP_NS = 10_000_000
@@ -42,6 +44,8 @@ _MOST_SLOTS_NBYTES = 4 << 20
 #: allows: up to this factor, while the copies of the calls take up to this size in bytes.
 _MOST_AHEAD = 4
 _AHEAD_NBYTES = 256 << 10
+#: Words of a slot that no call has used: lower than every number.
+UNUSED = -(1 << 60)
 
 
 class Pair:
@@ -132,6 +136,8 @@ class CompiledProgram:
         The ``struct pollfd`` of each connection, and of `wakeup`.
     paths : tuple of PathKey
         Path of each connection, set by `bind`.
+    conns : list of Connection
+        Connections of these paths in the last call.
     traffic : dict of PathKey to list of int
         By path: slices sent in a call, their bytes, slices received, their bytes.
     imported : list of (PathKey, int)
@@ -142,8 +148,16 @@ class CompiledProgram:
         Number of calls whose memory is kept, so that the call can be repeated; 1: it cannot be.
     arena : ndarray of uint8
         Memory for the running call, and behind it that for the repeated ones; borrowed.
+    slots : ndarray of int64, shape (nslots, 1 + number of pairs)
+        For the last call that used each slot of ``arena``: its number, and the number of the first
+        slice that each pair has sent.
     scratch : ndarray of uint8 or None
         Scratch memory of the running or held call, if it uses any.
+    scratch_nbytes : int
+        Size of the scratch memory.
+    health : Health or None
+        Health that the plan of the last call was chosen for, if calls with the same plan may be
+        repeated for it.
     """
 
     def __init__(
@@ -155,11 +169,16 @@ class CompiledProgram:
         self.layout = plan.layout
         self.pairs = _pairs_of(plan.layout.lanes)
         self.paths: tuple[PathKey, ...] = ()
+        self.conns: list[Connection] = []
         self.traffic: dict[PathKey, list[int]] = {}
         self.imported: list[tuple[PathKey, int]] = []
         self.arena_nbytes = 0
         self.arena: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.scratch: npt.NDArray[np.uint8] | None = None
+        self.scratch_nbytes = 0
+        if plan.layout.uses_scratch:
+            self.scratch_nbytes = plan.layout.count * plan.layout.itemsize
+        self.health: Health | None = None
         #: Offsets in the arena, by pair and slice, of copies of sent slices and of received slices;
         #: -1: the slice is not in the arena.
         self.copies: list[list[int]] = []
@@ -214,11 +233,11 @@ class CompiledProgram:
         state[at.LOOP], state[at.NSTEPS], state[at.TOTAL] = loop, len(steps), state[at.REMAINING]
         is_message = is_of_messages(int(state[at.CONTEXT]))
         state[at.OP_STEP] = not is_message
-        scratch_nbytes = 0
-        if self.layout.uses_scratch and not is_message:
-            scratch_nbytes = self.layout.count * self.layout.itemsize
+        scratch_nbytes = 0 if is_message else self.scratch_nbytes
         self.nslots = 1 if state[at.IS_MEASURED] else self._count_slots(window, scratch_nbytes)
         state[at.NSLOTS], state[at.SLOT_NBYTES] = self.nslots, self.arena_nbytes
+        self.slots: Words = np.full((self.nslots, 1 + len(self.pairs)), UNUSED, np.int64)
+        state[at.SLOT_ROWS] = self.slots.ctypes.data
         state[at.LIMIT] = 1 << 60
         state[at.POLLS] = self.polls.ctypes.data
         state[at.MESSAGE], state[at.TIME] = base + 8 * space, base + 8 * (space + 12)
@@ -323,7 +342,7 @@ class CompiledProgram:
 
     def _reserve(self, nbytes: int) -> int:
         start = self.arena_nbytes
-        self.arena_nbytes = start + (nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        self.arena_nbytes = start + (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         return start
 
     def _fill_pair(self, number: int, pair: Pair, found: tuple[int, ...], base: int) -> None:
@@ -414,6 +433,25 @@ class CompiledProgram:
                 counts[0 if is_sent else 2] += count
                 counts[1 if is_sent else 3] += sum(sizes)
         return True
+
+    @property
+    def slot(self) -> int:
+        """Slot of the newest call."""
+        return self.view[at.NREPEATS] % self.nslots
+
+    def make_first_slot(self) -> None:
+        """Make the slot of the newest call slot 0, as in a call that is not a repetition."""
+        slot, words = self.slot, self.view
+        self.arena = self.arena[slot * self.arena_nbytes :]
+        words[at.FIRST_SLOT], words[at.NREPEATS] = words[at.ARENA], 0
+        row = self.slots[slot].copy()
+        self.slots.fill(UNUSED)
+        self.slots[0] = row
+
+    def last_op(self, *, is_running: bool) -> int:
+        """Return the number of the last call, or of the one before it if `is_running`; 0: none."""
+        newest = self.view[at.NREPEATS] - is_running
+        return 0 if newest < 0 else int(self.slots[newest % self.nslots, 0])
 
     def pair(self, number: int) -> Words:
         """Return a view of the words of a pair."""
@@ -527,4 +565,4 @@ def _nbytes(step: Step, k: int, itemsize: int) -> int:
     return (step.cuts[k + 1] - step.cuts[k]) * itemsize
 
 
-__all__ = ["CompiledProgram", "LinkPair", "Pair", "is_supported"]
+__all__ = ["ALIGNMENT", "UNUSED", "CompiledProgram", "LinkPair", "Pair", "is_supported"]

@@ -49,6 +49,7 @@ from r2ccl.runtime.compiled.layout import (
     REMAINING,
     RETIRED,
     SLOT_NBYTES,
+    SLOT_ROWS,
     SPACES,
     TOTAL,
     USED,
@@ -61,16 +62,21 @@ from r2ccl.shm.rounds import fits
 
 
 @inlined
+def slot_row(state: Any, number: Any) -> Any:
+    """Return a pointer to the row of the slot that repetition `number` uses."""
+    slot = number % state[NSLOTS]
+    return words_at(state[SLOT_ROWS] + 8 * (1 + state[NPAIRS]) * slot)
+
+
+@inlined
 def is_slot_free(state: Any) -> Any:
     """Return whether peers have confirmed the slices whose copies the next call overwrites."""
-    nolder = state[NREPEATS] + 2 - state[NSLOTS]
-    if nolder <= 0 or state[IS_RESILIENT] == 0:
-        return True
-    for number in range(state[NPAIRS]):
-        pair = pair_of(state, number)
-        below = pair[FIRST_SENT] - (state[NSLOTS] - 2) * pair[NSENDS]
-        if pair[NSENDS] and pair[CONFIRMED] < below:
-            return False
+    if state[IS_RESILIENT]:
+        row = slot_row(state, state[NREPEATS] + 1)
+        for number in range(state[NPAIRS]):
+            pair = pair_of(state, number)
+            if pair[NSENDS] and pair[CONFIRMED] < row[1 + number] + pair[NSENDS]:
+                return False
     return True
 
 
@@ -95,9 +101,12 @@ def renew(state: Any) -> None:
         conn[IS_STALLED] = 0
         conn[IS_READABLE] = 1
         conn[BULK_TAKEN] = conn[BULK_ADDED] = conn[EAGER_TAKEN] = conn[EAGER_ADDED] = 0
+    row = slot_row(state, state[NREPEATS])
+    row[0] = state[OP]
     for number in range(state[NPAIRS]):
         pair = pair_of(state, number)
         pair[FIRST_SENT] += pair[NSENDS]
+        row[1 + number] = pair[FIRST_SENT]
         pair[POSTED] = pair[CLEARED] = pair[RETIRED] = pair[RELEASED] = 0
         pair[FIRST_RECEIVED] += pair[NRECEIVES]
         pair[ASKED] = pair[DELIVERED] = pair[USED] = pair[EARLY] = 0

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.kernels.arrays import DATA, data_of
+from r2ccl.runtime.compiled.call import CompiledCalls
 from r2ccl.runtime.compiled.layout import (
     ARRAYS_FORM,
     FINISHED,
@@ -29,6 +30,7 @@ from r2ccl.runtime.compiled.layout import (
     MESSAGE_NWORDS,
     UNEXPECTED,
 )
+from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.matching import ANY, Message
@@ -160,16 +162,7 @@ class DirectCalls:
         """
         driver = self._driver
         self._compiled.take_events()  # one of them may be the message to receive
-        if driver.has_long or (driver.has_waiting and not self._are_short(sent, received)):
-            return NOT_RUN
-        for each in (sent, received):
-            if each is not None and not driver.has_links(each.peer):
-                return NOT_RUN
-        if sent is not None and not driver.may_send(sent.peer, sent.buffer.nbytes):
-            return NOT_RUN
-        if received is not None and not driver.may_receive(received.peer, received.tag):
-            return NOT_RUN
-        call = self._prepare(sent, received)
+        call = self._prepare(sent, received) if self._is_possible(sent, received) else None
         if call is None:
             return NOT_RUN
         self._loop.links.ncalls += 1
@@ -190,24 +183,69 @@ class DirectCalls:
         call.program = None if held is None else held.program
         return self._end(key, call, sent, received, requests)
 
+    def _is_possible(self, sent: DirectEnd | None, received: DirectEnd | None) -> bool:
+        """Return False if `run` must return NOT_RUN for a reason that is not in the links."""
+        driver = self._driver
+        if driver.has_long or (driver.has_waiting and not self._are_short(sent, received)):
+            return False
+        for each in (sent, received):
+            if each is not None and not driver.has_links(each.peer):
+                return False
+        if sent is not None and not driver.may_send(sent.peer, sent.buffer.nbytes):
+            return False
+        return received is None or driver.may_receive(received.peer, received.tag)
+
     def repeat(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
     ) -> Outcome:
-        """Run a direct call as `run`, by a repetition of the held call; any thread may call this.
+        """Run a direct call as `run`, by a repetition of a held call; any thread may call this.
 
-        Return NOT_RUN if the held call is another one, or cannot be repeated now.
+        Return NOT_RUN if it cannot be repeated now.
         """
         call = self._prepared.get((*_size_of(sent), *_size_of(received)))
         if call is None or call.program is None:
+            return NOT_RUN
+        switch = partial(self._switch, call, sent, received)
+        if self._is_other(call.program) and not self._loop.switch(self._caller, switch):
             return NOT_RUN
         again = partial(self._again, key, call)
         found = self._loop.repeat(self._caller, call.program, again, sent, received, None)
         return NOT_RUN if found is NotImplemented else found
 
+    def _is_other(self, program: CompiledProgram) -> bool:
+        """Return whether the current held program is another one."""
+        held = self._compiled.held
+        return held is not None and held.program is not program
+
+    def _switch(
+        self,
+        call: PreparedCall,
+        sent: DirectEnd | None,
+        received: DirectEnd | None,
+        compiled: CompiledCalls,
+    ) -> bool:
+        """Let `repeat` repeat `call`, as the owner of the data loop; return False if it cannot."""
+        assert call.program is not None
+        self._on_settled(0)
+        if self._driver.has_waiting or not self._is_possible(sent, received):
+            return False
+        scratch = call.lanes(sent, received).scratch
+        return compiled.switch(call.program, self._driver.calls, self._on_settled, scratch)
+
     def repeat_exchange(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
         """Repeat the last direct call, if it has this key; see `Way.repeat`."""
         exchange = self._exchange
         if exchange is None or exchange.key != key:
+            return NOT_RUN
+        program = exchange.call.program
+        assert program is not None
+
+        def switch(compiled: CompiledCalls) -> bool:
+            # The program is held as long as the exchange is the same.
+            is_held = self._exchange is exchange
+            return is_held and compiled.switch(program, self._driver.calls, self._on_settled)
+
+        if self._is_other(program) and not self._loop.switch(self._caller, switch):
             return NOT_RUN
         found = exchange.run(x, out, ())
         return NOT_RUN if found is NotImplemented else found

@@ -1,0 +1,302 @@
+"""Calls that have ended and whose tables still hold the state of their links.
+
+Several programs can be *held* together, also those of different communicators and of messages. One
+of them has the newest state. The next one takes over the counts of the links, and the positions in
+the receive buffers of the connections, from a table that all share. The links are brought up to
+date only when the hold ends. A rank that makes several calls in turn thus needs little more Python
+than one that repeats a single call.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.failover.migration.calls import HISTORY, Calls
+from r2ccl.failover.migration.links import Consumer
+from r2ccl.failover.migration.path import Path
+from r2ccl.planning.plan_cache import Plan
+from r2ccl.runtime.compiled import layout as at
+from r2ccl.runtime.compiled.program import ALIGNMENT, CompiledProgram
+from r2ccl.transport.tcp.connection import Connection
+from r2ccl.types import PathKey
+
+
+class _SharedWords(NamedTuple):
+    """Words of a program that are also in the table of a hold.
+
+    Attributes
+    ----------
+    columns : ndarray of intp
+        Indices in the words of the program.
+    rows : ndarray of intp
+        Indices in the table.
+    ahead : ndarray of int64
+        Difference of the word in the table and that of the program, whose call has ended: the
+        number of its slices, or 0.
+    """
+
+    columns: npt.NDArray[np.intp]
+    rows: npt.NDArray[np.intp]
+    ahead: npt.NDArray[np.int64]
+
+
+class Totals(NamedTuple):
+    """Counts once held calls are settled.
+
+    They are absolute: to set them again changes nothing.
+
+    Attributes
+    ----------
+    nfinished : int
+        `r2ccl.runtime.compiled.call.CompiledCalls.nfinished`.
+    paths : dict of Path to list of int
+        Paths of the calls, each with its slices sent, bytes sent, slices received, bytes received.
+    """
+
+    nfinished: int
+    paths: dict[Path, list[int]]
+
+
+class HeldCalls:
+    """Held calls of one communicator, or its messages.
+
+    Parameters
+    ----------
+    calls : Calls
+    on_settled : callable
+        ``on_settled(op)`` must be called when the hold ends, with the number of the last call that
+        was started.
+    program : CompiledProgram
+        Program of the first call.
+
+    Attributes
+    ----------
+    op : int
+        Number of the last call, while another communicator's program has the newest state.
+    """
+
+    __slots__ = ("_first", "_turns", "calls", "on_settled", "op")
+
+    def __init__(
+        self, calls: Calls[Consumer], on_settled: Callable[[int], None], program: CompiledProgram
+    ) -> None:
+        self.calls = calls
+        self.on_settled = on_settled
+        self.op = calls.op
+        self._first = program
+        #: The last programs that took over, each with the number of its first call then.
+        self._turns: deque[tuple[int, CompiledProgram]] = deque(maxlen=HISTORY)
+
+    def take_over(self, program: CompiledProgram) -> None:
+        """Note that `program` makes the calls after call `op`."""
+        program.view[at.OP] = self.op
+        self._turns.append((self.op + program.view[at.OP_STEP], program))
+
+    def settle(self) -> None:
+        """Bring numbers and signatures of the calls to the state after call `op`."""
+        calls, op = self.calls, self.op
+        if op > calls.op:
+            calls.repeat_to(op, lambda number: self._plan_of(number).signature)
+            calls.pairs = self._plan_of(op).pairs
+        self.on_settled(op)
+
+    def _plan_of(self, op: int) -> Plan:
+        """Return the plan of call `op`, one of the last `HISTORY` ones."""
+        turn = bisect_right(self._turns, op, key=itemgetter(0))
+        return (self._turns[turn - 1][1] if turn else self._first).plan
+
+
+class Hold:
+    """Held programs; the first one has just run.
+
+    Parameters
+    ----------
+    program : CompiledProgram
+    conns : sequence of Connection
+        Connections of the program's paths, which are lent.
+    calls : Calls
+        Calls of its communicator.
+    on_settled : callable
+        As for `HeldCalls`.
+    ncalls : int
+        `Links.ncalls` when the call began.
+
+    Attributes
+    ----------
+    program : CompiledProgram
+        Program with the newest state.
+    current : HeldCalls
+        Calls that it belongs to.
+    conns : dict of PathKey to Connection
+        All connections that are lent.
+    all_calls : dict of Calls to HeldCalls
+        Held calls of all communicators.
+    totals : Totals or None
+        None until they have been computed, at the end of the hold.
+    """
+
+    __slots__ = (
+        "_arena", "_links", "_members", "_paths", "_table", "_used_nbytes", "all_calls", "conns",
+        "current", "ncalls", "program", "totals",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        program: CompiledProgram,
+        conns: Sequence[Connection],
+        calls: Calls[Consumer],
+        on_settled: Callable[[int], None],
+        ncalls: int,
+    ) -> None:
+        self.program = program
+        self.conns = dict(zip(program.paths, conns, strict=True))
+        self.current = HeldCalls(calls, on_settled, program)
+        self.all_calls = {calls: self.current}
+        self.ncalls = ncalls
+        self.totals: Totals | None = None
+        #: Memory of all programs, and the size of the part in use.
+        self._arena = program.arena
+        self._used_nbytes = program.nslots * program.arena_nbytes
+        #: Shared words of each program; empty until a second program takes over.
+        self._members: dict[CompiledProgram, _SharedWords] = {}
+        #: Table of the shared words; index of the first word of each link, by peer and channel, and
+        #: of each path.
+        self._table = np.empty(0, np.int64)
+        self._links: dict[tuple[int, int], int] = {}
+        self._paths: dict[PathKey, int] = {}
+
+    @property
+    def programs(self) -> Collection[CompiledProgram]:
+        """All held programs."""
+        return self._members or (self.program,)
+
+    def has(self, program: CompiledProgram) -> bool:
+        """Return whether `program` is held, and `take_over` may be called."""
+        return program in self._members
+
+    def has_link(self, peer: int, channel: int) -> bool:
+        """Return whether a held program uses the links of `peer` and `channel`."""
+        if not self._members:
+            self._members[self.program] = self._share(self.program)
+        return (peer, channel) in self._links
+
+    def reserve(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """Return memory for another program; None: too little is left."""
+        start = self._used_nbytes
+        if start + nbytes > self._arena.nbytes:
+            return None
+        self._used_nbytes = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return self._arena[start : start + nbytes]
+
+    def add(self, program: CompiledProgram) -> None:
+        """Hold `program`, too, whose tables are as before a call and whose connections are lent."""
+        program.view[at.NREPEATS], program.view[at.REMAINING] = -1, 0  # as after a call
+        self._members[program] = self._share(program)
+
+    def take_over(
+        self,
+        program: CompiledProgram,
+        calls: Calls[Consumer],
+        on_settled: Callable[[int], None],
+    ) -> None:
+        """Give the newest state to `program`.
+
+        `calls` and `on_settled` are those of its communicator, see `HeldCalls`.
+        """
+        self._export(self.program)
+        self._import(program)
+        self.current.op = self.program.view[at.OP]
+        current = self.all_calls.get(calls)
+        if current is None:
+            current = self.all_calls[calls] = HeldCalls(calls, on_settled, program)
+        current.take_over(program)
+        self.program, self.current = program, current
+
+    def op_of(self, calls: Calls[Consumer]) -> int:
+        """Return the number of the last call of a communicator; any thread may call this method."""
+        held = self.all_calls.get(calls)
+        if held is None:
+            return calls.op
+        current = self.program.view[at.OP] if held is self.current else held.op
+        return max(calls.op, current)  # the tables may be filled in again now
+
+    def spread(self, *, is_running: bool) -> None:
+        """Give the newest state to all programs and calls.
+
+        If `is_running`, the current program has begun a further call, which does not count.
+        """
+        words = self.program.view
+        self.current.op = words[at.OP] - (words[at.OP_STEP] if is_running else 0)
+        if self._members:
+            self._export(self.program, is_running=is_running)
+            for program in self._members:
+                if program is not self.program:
+                    self._import(program)
+
+    def others(self) -> list[Connection]:
+        """Return the connections that the current program does not use, after `spread`."""
+        found = []
+        for path, conn in self.conns.items():
+            if path not in self.program.paths:
+                row = self._paths[path]
+                conn.parsed, conn.filled = self._table[row : row + _NCONN].tolist()
+                found.append(conn)
+        return found
+
+    # Programs
+
+    def _share(self, program: CompiledProgram) -> _SharedWords:
+        """Return the shared words of a program; add those that are new to the table."""
+        columns: list[int] = []
+        rows: list[int] = []
+        ahead: list[int] = []
+        for end in program.ends:
+            key = end.sender.peer, end.sender.channel
+            if key not in self._links:
+                sender, receiver = end.sender, end.receiver
+                counts = sender.posted, sender.confirmed, receiver.posted, receiver.posted
+                self._links[key] = self._extend((*counts, receiver.acked))
+            columns += [end.row + word for word in _LINK_WORDS]
+            rows += range(self._links[key], self._links[key] + _NLINK)
+            ahead += [end.nsends, 0, end.nreceives, 0, 0]
+        for number, path in enumerate(program.paths):
+            if path not in self._paths:
+                conn = self.conns[path]
+                self._paths[path] = self._extend((conn.parsed, conn.filled))
+            start = program.conns_at + at.CONN_NWORDS * number
+            columns += [start + word for word in _CONN_WORDS]
+            rows += range(self._paths[path], self._paths[path] + _NCONN)
+            ahead += [0] * _NCONN
+        return _SharedWords(
+            np.array(columns, np.intp), np.array(rows, np.intp), np.array(ahead, np.int64)
+        )
+
+    def _extend(self, words: Sequence[int]) -> int:
+        """Append words to the table; return the index of the first one."""
+        start = self._table.size
+        self._table = np.concatenate((self._table, np.array(words, np.int64)))
+        return start
+
+    def _export(self, program: CompiledProgram, *, is_running: bool = False) -> None:
+        columns, rows, ahead = self._members[program]
+        found = program.words[columns]
+        self._table[rows] = found if is_running else found + ahead
+
+    def _import(self, program: CompiledProgram) -> None:
+        columns, rows, ahead = self._members[program]
+        program.words[columns] = self._table[rows] - ahead
+
+
+#: Shared words of a link, and of a connection.
+_LINK_WORDS = (at.FIRST_SENT, at.CONFIRMED, at.FIRST_RECEIVED, at.CONSUMED, at.ACKED)
+_CONN_WORDS = (at.PARSED, at.FILLED)
+_NLINK, _NCONN = len(_LINK_WORDS), len(_CONN_WORDS)
+
+__all__ = ["HeldCalls", "Hold", "Totals"]
