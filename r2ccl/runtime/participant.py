@@ -191,7 +191,8 @@ class Participant:
             if is_first:
                 _log.info(
                     "rank %d: no shared memory: the hosts have between %d and %d ranks; the "
-                    "network is used instead; to share memory, start equally many ranks on all hosts",
+                    "network is used instead; to share memory, start equally many ranks on all "
+                    "hosts",
                     self._control.rank, min(sizes), max(sizes),
                 )  # fmt: skip
             return
