@@ -211,7 +211,7 @@ def test_an_unreadable_message_ends_its_sender(start_job: Callable[..., Job]) ->
     job.wait_until_connected()
     job.planes[0].call_soon(lambda: job.planes[0]._sessions[1].send(b"\xc1"))
     job.seen[1].wait_for(lambda: 0 in job.seen[1].lost)
-    assert "cannot read" in job.seen[1].lost[0]
+    assert "cannot be read" in job.seen[1].lost[0]
 
 
 def test_a_failing_callback_ends_nothing_else(

@@ -35,7 +35,7 @@ from r2ccl.kernels.arrays import DATA, word_at
 from r2ccl.kernels.native import address_of, callable_of, must_compile
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
-from r2ccl.runtime.compiled.hold import Hold, Totals
+from r2ccl.runtime.compiled.hold import HeldPrograms, Totals
 from r2ccl.runtime.compiled.program import UNUSED, CompiledProgram, LinkPair, is_supported
 from r2ccl.runtime.compiled.replay import Replay, restore_bytes
 from r2ccl.runtime.executor import HostLanes, LaneRun
@@ -109,7 +109,7 @@ class CompiledCalls:
         self._conns: list[Connection] = []
         self._running: tuple[CompiledProgram, Calls[Consumer]] | None = None
         #: The held calls; None if there are none.
-        self.held: Hold | None = None
+        self.held: HeldPrograms | None = None
         #: Number of events after which a call leaves compiled code; 0: no limit. For tests.
         self.limit = 0
         #: Number of calls that ended in compiled code; number of calls that left compiled code, so
@@ -233,7 +233,7 @@ class CompiledCalls:
         return True
 
     def _join(
-        self, held: Hold, program: CompiledProgram, scratch: npt.NDArray[np.uint8] | None
+        self, held: HeldPrograms, program: CompiledProgram, scratch: npt.NDArray[np.uint8] | None
     ) -> bool:
         """Hold `program`, too; return False if that is impossible, see `switch`."""
         for end in program.ends:
@@ -306,7 +306,7 @@ class CompiledCalls:
             self._conns, self._running, program.scratch = [], None, None
         return runs
 
-    def _free(self, held: Hold) -> None:
+    def _free(self, held: HeldPrograms) -> None:
         """End the hold; give back the connections that its current program does not use."""
         for conn in held.others():
             self._transport.take_back(conn)
@@ -314,7 +314,7 @@ class CompiledCalls:
             program.scratch = None
         self.held = None
 
-    def _update_to(self, held: Hold, *, is_running: bool) -> None:
+    def _update_to(self, held: HeldPrograms, *, is_running: bool) -> None:
         """Bring links and counts to the state after all calls of a hold that have ended.
 
         If `is_running`, another call of the current program has begun since. If Ctrl-C interrupts
@@ -369,7 +369,7 @@ class CompiledCalls:
         if result in (at.FINISHED, at.UNSETTLED):
             if result == at.FINISHED and on_settled is not None and self._may_hold(program, calls):
                 self.nfinished += 1
-                self.held = Hold(program, conns, calls, on_settled, self._links.ncalls)
+                self.held = HeldPrograms(program, conns, calls, on_settled, self._links.ncalls)
                 return ()
             self._update_links(program, calls)
             self._keep((program,))

@@ -113,7 +113,7 @@ class HeldCalls:
         return (self._turns[turn - 1][1] if turn else self._first).plan
 
 
-class Hold:
+class HeldPrograms:
     """Held programs; the first one has just run.
 
     Parameters
@@ -299,4 +299,4 @@ _LINK_WORDS = (at.FIRST_SENT, at.CONFIRMED, at.FIRST_RECEIVED, at.CONSUMED, at.A
 _CONN_WORDS = (at.PARSED, at.FILLED)
 _NLINK, _NCONN = len(_LINK_WORDS), len(_CONN_WORDS)
 
-__all__ = ["HeldCalls", "Hold", "Totals"]
+__all__ = ["HeldCalls", "HeldPrograms", "Totals"]
