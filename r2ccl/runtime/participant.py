@@ -110,7 +110,7 @@ class Participant:
         self.plans = PlanCache(
             engine.rank, engine.nranks, fabric, engine.config, place=place, checked=checked
         )
-        turn = threading.Lock()
+        turn = threading.RLock()
         self.worker = Worker(f"r2ccl-worker-{engine.rank}", turn, engine.fail_call)
         self.on_host = HostCollectives(engine, self.plans, pool)
         self.collectives = collectives_class()(
