@@ -14,6 +14,7 @@ Invariant: at most one thread runs a call at a time, and every call that was add
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -42,12 +43,15 @@ class QueuedCall:
         thread that runs them.
     """
 
-    __slots__ = ("_done", "_ended", "_fn", "_future", "_stream", "error", "result")
+    __slots__ = ("_done", "_ended", "_fn", "_future", "_stream", "error", "has_ended", "result")
 
     def __init__(self, fn: Callable[[], None], result: list[Any], stream: Any = None) -> None:
         self._fn: Callable[[], None] | None = fn
         self._stream = stream
         self._done = None if stream is None else torch.cuda.Event()
+        #: True if the call has ended, with or without an error.
+        self.has_ended = False
+        #: Held until the call has ended; afterwards, only for a moment by each thread that waits.
         self._ended = threading.Lock()
         self._ended.acquire()
         self._future: tuple[Any, Any] | None = None
@@ -55,20 +59,20 @@ class QueuedCall:
         self.error: BaseException | None = None
         self.result = result
 
-    @property
-    def has_ended(self) -> bool:
-        """True if the call has ended, with or without an error."""
-        return not self._ended.locked()
-
     def wait(self, timeout_s: float = -1) -> bool:
         """Wait up to `timeout_s` seconds until the call has ended; return whether it has.
 
         -1 means no limit.
         """
-        if not self._ended.acquire(timeout=timeout_s):
-            return False
-        self._ended.release()
-        return True
+        try:
+            return self._ended.acquire(timeout=timeout_s)
+        finally:
+            # Also if Ctrl-C came as the lock was acquired: other threads may wait for it.
+            if self.has_ended:
+                try:  # noqa: SIM105 - Ctrl-C raises when a call returns: this is the first call
+                    self._ended.release()
+                except RuntimeError:  # not held
+                    pass
 
     def run(self) -> None:
         """Run the function; if it raises an exception, store the exception in `error`."""
@@ -89,7 +93,9 @@ class QueuedCall:
     def end(self) -> Any:
         """Mark the call as ended; return the future to pass to `complete`, or None."""
         with _LOCK:
-            self._ended.release()
+            self.has_ended = True
+            with contextlib.suppress(RuntimeError):  # a late `wait` has released it
+                self._ended.release()
             return None if self._future is None else self._future[0]
 
     def complete(self, future: Any) -> None:
