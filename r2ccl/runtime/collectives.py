@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from threading import Lock, get_ident
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -66,8 +66,10 @@ class Collectives:
         Runs calls on host memory.
     worker : Worker
         Runs asynchronous calls.
-    turn : Lock
+    turn : RLock
         Held while a collective runs, from its first copy to its last; shared with the worker.
+        Re-entrant, because only such a lock can tell whether this thread holds it: Ctrl-C may come
+        exactly as it is acquired, so it is acquired within the ``try`` that releases it.
     start_on_device : callable
         A `StartOnDevice`.
     """
@@ -79,7 +81,7 @@ class Collectives:
         host: HostCollectives,
         *,
         worker: Worker,
-        turn: Lock,
+        turn: RLock,
         start_on_device: StartOnDevice,
     ) -> None:
         self._engine = engine
@@ -88,8 +90,8 @@ class Collectives:
         self._worker = worker
         self._turn = turn
         self._start_on_device = start_on_device
-        #: Identifier of the thread whose blocking call runs; 0 if none does.
-        self._caller = 0
+        #: True while a blocking call holds the turn.
+        self._is_running = False
         #: Creates the error that refused calls raise; None while calls are accepted.
         self._refusal: Callable[[], R2cclError] | None = None
         #: Open groups of calls, each of one thread.
@@ -114,7 +116,7 @@ class Collectives:
     @property
     def is_blocking(self) -> bool:
         """True if a blocking collective runs in any thread, and no asynchronous one is pending."""
-        return self._worker.is_idle and self._turn.locked()
+        return self._worker.is_idle and self._is_running
 
     @property
     def is_below(self) -> bool:
@@ -122,9 +124,7 @@ class Collectives:
 
         False if that collective waits for the worker, which runs it.
         """
-        if self._caller == get_ident():
-            return True
-        return self._turn.locked() and self._engine.is_owner  # it interrupted a repeated call
+        return self._turn._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def require_free(self) -> None:
         """Check that the caller may wait for other ranks.
@@ -195,19 +195,29 @@ class Collectives:
             repeats = host.repeats
             is_plain = stream is None and not is_async
             if is_plain and make in repeats.last and worker.is_idle:
-                if not self._turn.acquire(False):
+                if self._is_running:
                     raise self._concurrent()
+                is_mine, turn = False, self._turn
                 try:
-                    # Only with the turn: the memory that the function uses may be freed before.
-                    result = repeats.last.get(make, _miss)(x, out, rest)
-                    if result is NotImplemented:
-                        result = repeats.run_other(make, x, out, rest)
-                except BaseException:
-                    if host.local is not None:
-                        host.local.leave(make, x, out)
-                    raise
+                    if not turn.acquire(False):
+                        raise self._concurrent()
+                    self._is_running = is_mine = True
+                    try:
+                        # Only with the turn: the memory that the function uses may be freed before.
+                        result = repeats.last.get(make, _miss)(x, out, rest)
+                        if result is NotImplemented:
+                            result = repeats.run_other(make, x, out, rest)
+                    except BaseException:
+                        if host.local is not None:
+                            host.local.leave(make, x, out)
+                        raise
                 finally:
-                    self._turn.release()
+                    if is_mine:
+                        self._is_running = False
+                    try:  # noqa: SIM105 - as in `_run`
+                        turn.release()
+                    except RuntimeError:  # not acquired
+                        pass
                 if result is not NotImplemented:
                     return result
             request = make(x, out, *rest)
@@ -216,10 +226,13 @@ class Collectives:
                     self._check(request)
                     self.in_turn(partial(host.run, request))
                     return request.result
-                if not self._turn.acquire(blocking=False):
+                if self._is_running:
                     raise self._concurrent()
+                is_mine, turn = False, self._turn
                 try:
-                    self._caller = get_ident()
+                    if not turn.acquire(False):
+                        raise self._concurrent()
+                    self._is_running = is_mine = True
                     output, local = request.output, host.local
                     if local is not None:
                         call = None if request.conversion else local.run(request)
@@ -238,8 +251,12 @@ class Collectives:
                         host.network_repeats.remember_last(make, x, out, rest, request)
                     return request.result
                 finally:
-                    self._caller = 0
-                    self._turn.release()
+                    if is_mine:
+                        self._is_running = False
+                    try:  # noqa: SIM105 - as in `_run`
+                        turn.release()
+                    except RuntimeError:  # not acquired
+                        pass
             self._check(request)
             if isinstance(request.source, DeviceBuffer):
                 return self._start_on_device(request, stream, is_async)
@@ -370,16 +387,15 @@ class Collectives:
         Raises
         ------
         ConcurrentCalls
-            If no asynchronous call is queued or running, and a blocking call runs in another thread
-            or was interrupted by this signal handler.
+            If no asynchronous call is queued or running, and a blocking call runs in another
+            thread; or if the caller is a signal handler that interrupted a call of its thread, or
+            a function of `user_op`.
         """
+        if self.is_below:
+            raise self._concurrent()
         if self._worker.is_idle:
-            if not self._turn.acquire(blocking=False):
+            if not self._run(fn, 0.0):
                 raise self._concurrent()
-            try:
-                self._as_caller(fn)
-            finally:
-                self._turn.release()
             return
         task = Task(fn)
         try:
@@ -394,13 +410,25 @@ class Collectives:
             self._worker.unseen()  # an earlier task failed for the reason that is raised here
         task.succeed()
 
-    def _as_caller(self, fn: Callable[[], None]) -> None:
-        """Call ``fn()``, a blocking call or a part of it that waits; the caller holds the turn."""
-        self._caller = get_ident()
+    def _run(self, fn: Callable[[], None], timeout_s: float) -> bool:
+        """Run `fn` with the turn, which this thread must not hold.
+
+        Return False, and do not run it, if another thread holds the turn longer than `timeout_s`.
+        """
+        is_mine, turn = False, self._turn
         try:
-            fn()
+            if turn.acquire(timeout=timeout_s):
+                self._is_running = is_mine = True
+                fn()
+            return is_mine
         finally:
-            self._caller = 0
+            if is_mine:
+                self._is_running = False
+            # Ctrl-C raises when a call returns, so no other call may come before the release.
+            try:  # noqa: SIM105
+                turn.release()
+            except RuntimeError:  # not acquired
+                pass
 
     def allgather_bytes(self, mine: bytes) -> list[bytes]:
         """Return the bytes of all ranks, by rank; all ranks must pass equally many.
@@ -454,7 +482,7 @@ class Collectives:
 
     def share_memory(self, control: ControlPlane, obstacle: str) -> None:
         """Use memory that all ranks share, from now on; see `HostCollectives.share_memory`."""
-        self._host.share_memory(control, self.allgather_bytes, obstacle, self._as_caller)
+        self._host.share_memory(control, self.allgather_bytes, obstacle)
 
     def share_memory_in_nodes(
         self, control: ControlPlane, obstacle: str, teams: Sequence[Sequence[int]]
@@ -472,12 +500,10 @@ class Collectives:
         """
         if not self._host.shares_memory:
             return True
-        if not self._turn.acquire(timeout=timeout_s):
-            return False
-        try:
-            return self._host.free_memory(timeout_s)
-        finally:
-            self._turn.release()
+        freed: list[bool] = []
+        if not self.is_below:
+            self._run(lambda: freed.append(self._host.free_memory(timeout_s)), timeout_s)
+        return any(freed)
 
     def _check(self, request: Request) -> None:
         """Check the op and the schedule of a call now; later, an error would end the communicator.

@@ -106,7 +106,6 @@ class HostCollectives:
         control: ControlPlane,
         allgather: AllgatherBytes,
         obstacle: str,
-        as_caller: Callable[[Callable[[], None]], None],
     ) -> None:
         """Use memory that all ranks of the communicator share, from now on.
 
@@ -117,8 +116,6 @@ class HostCollectives:
             Allgathers bytes between the ranks of the communicator.
         obstacle : str
             Reason why this rank cannot share memory; empty: it can.
-        as_caller : callable
-            See `LocalCalls`.
 
         Raises
         ------
@@ -129,7 +126,7 @@ class HostCollectives:
         -----
         *Collective*: all ranks.
         """
-        local = connect(self._engine, control, allgather, obstacle, as_caller)
+        local = connect(self._engine, control, allgather, obstacle)
         self._engine.messenger.share_memory(local.rings, self._engine)
         self.local, self.repeats = local, local.repeats
 

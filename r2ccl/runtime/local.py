@@ -58,22 +58,14 @@ class LocalCalls:
     engine : Engine
     group : LocalGroup
         All ranks of the communicator.
-    as_caller : callable
-        ``as_caller(fn)`` calls ``fn()``, which waits for peers in the calling thread.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        group: LocalGroup,
-        as_caller: Callable[[Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, engine: Engine, group: LocalGroup) -> None:
         self._engine = engine
         self._group = group
         self._has_ended = False
         #: True if calls run in shared memory, by collective, dtype and op.
         self._taken: dict[tuple[int, int, int], bool] = {}
-        self._as_caller = as_caller
         #: Calls that can be run again; empty once the communicator has ended.
         self.repeats = Repeats(_NREPEATS)
         engine.attach(self)
@@ -226,7 +218,7 @@ class LocalCalls:
 
     def _proceed(self, call: LocalCall, x: Array, out: Array, result: int) -> None:
         """Continue a repeated call, which waits for a peer or differs from the call of a peer."""
-        self._as_caller(partial(self._guarded, self._group.proceed, call, x, out, result))
+        self._guarded(self._group.proceed, call, x, out, result)
 
     # Waits and ends
 
@@ -266,11 +258,7 @@ class LocalCalls:
 
 
 def connect(
-    engine: Engine,
-    control: ControlPlane,
-    exchange: AllgatherBytes,
-    obstacle: str,
-    as_caller: Callable[[Callable[[], None]], None],
+    engine: Engine, control: ControlPlane, exchange: AllgatherBytes, obstacle: str
 ) -> LocalCalls:
     """Share memory between all ranks of a communicator, which are on one host.
 
@@ -283,8 +271,6 @@ def connect(
         Allgathers bytes between the ranks of the communicator.
     obstacle : str
         Reason why this rank cannot share memory; empty if it can.
-    as_caller : callable
-        See `LocalCalls`.
 
     Raises
     ------
@@ -309,7 +295,7 @@ def connect(
         obstacle=obstacle,
         communicator=control.communicator_id,
     )
-    calls.append(LocalCalls(engine, group, as_caller))
+    calls.append(LocalCalls(engine, group))
     return calls[0]
 
 

@@ -116,7 +116,7 @@ class Participant:
             engine.rank, engine.nranks, fabric, engine.config, place=place, checked=checked
         )
         self.closing = threading.RLock()
-        turn = threading.Lock()
+        turn = threading.RLock()
         self.worker = Worker(f"r2ccl-worker-{engine.rank}", turn, engine.fail_call)
         self.on_host = HostCollectives(engine, self.plans, pool)
         self.collectives = collectives_class()(

@@ -296,6 +296,17 @@ def test_control_c_ends_a_blocked_call() -> None:
     assert "rank 0 ended the communicator" in second
 
 
+@pytest.mark.parametrize("shm", ["0", "1"])
+@pytest.mark.parametrize("what", ["first", "repeated", "dup"])
+def test_control_c_as_a_call_begins_keeps_no_turn(what: str, shm: str) -> None:
+    run = partial(failure_programs.interrupted_as_it_begins, what, shm)
+    first, second = launch(run, 2, timeout_s=TIMEOUT_S)
+    # A communicator whose dup() did not begin stays usable; rank 1 waits in its dup().
+    error = "InvalidArgument" if what == "dup" else "CommunicatorRevoked"
+    assert first == ["KeyboardInterrupt", error, "free"]
+    assert second[-1] == "free"
+
+
 def test_a_peer_that_does_not_come_is_named() -> None:
     text = launch(failure_programs.timed_out, 2, timeout_s=TIMEOUT_S)[0]
     assert "waits for" in text

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -130,6 +132,28 @@ call.future().then(callback)
 queue.add(call)
 is_closed.wait()
 """
+
+
+def test_ctrl_c_in_a_wait_that_ends_holds_up_no_other() -> None:
+    call = QueuedCall(lambda: None, [])
+    ended = call._ended
+
+    def press(frame: FrameType, event: str, function: Any) -> None:
+        is_acquired = event == "c_return" and function.__name__ == "acquire"
+        if is_acquired and function.__self__ is ended:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    call.run()
+    call.end()
+    sys.setprofile(press)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call.wait(10)
+    finally:
+        sys.setprofile(None)
+    assert call.wait(10)
+    assert call.has_ended
 
 
 def test_a_program_may_end_while_a_callback_closes_the_queue() -> None:

@@ -8,10 +8,12 @@ import hashlib
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -228,6 +230,51 @@ def interrupted(victim: int) -> str:
                 comm.abort()
                 return str(exc)
     return "no error"
+
+
+def interrupted_as_it_begins(what: str, shm: str) -> list[str]:
+    """Press Ctrl-C exactly as a call takes its turn; return its error, and that of the next call.
+
+    The call is the first of its form, a repeated one, or one that makes a communicator.
+    """
+    comm = r2ccl.init(shm=shm)
+    x, turn = np.ones(50), comm._collectives._turn
+    calls: dict[str, Callable[[], Any]] = {
+        "first": lambda: comm.allreduce(np.ones(70)),
+        "repeated": lambda: comm.allreduce(x),
+        "dup": comm.dup,
+    }
+    # On rank 1, rank 0 may have ended the communicator already.
+    with contextlib.suppress(r2ccl.CommunicatorRevoked):
+        for _ in range(5):
+            comm.allreduce(x)
+
+    def press(frame: FrameType, event: str, function: Any) -> None:
+        name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
+        if event == "c_return" and name == "acquire" and owner is turn:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    found = []
+    for call in (calls[what], lambda: comm.allreduce(x)):
+        sys.setprofile(None if comm.rank or found else press)
+        try:
+            call()
+        except (r2ccl.R2cclError, KeyboardInterrupt) as exc:
+            found.append(type(exc).__name__)
+        finally:
+            sys.setprofile(None)
+
+    def take_and_release() -> None:
+        with turn:
+            pass
+
+    other = threading.Thread(target=take_and_release, daemon=True)
+    other.start()
+    other.join(30.0)
+    found.append("held" if other.is_alive() else "free")
+    comm.abort("the program has ended")
+    return found
 
 
 def timed_out() -> str:

@@ -14,6 +14,7 @@ Invariant: at most one thread runs a call at a time, and every call that was add
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -48,6 +49,7 @@ class QueuedCall:
         self._fn: Callable[[], None] | None = fn
         self._stream = stream
         self._done = None if stream is None else torch.cuda.Event()
+        #: Held until the call has ended; afterwards, only for a moment by each thread that waits.
         self._ended = threading.Lock()
         self._ended.acquire()
         self._future: tuple[Any, Any] | None = None
@@ -62,9 +64,17 @@ class QueuedCall:
 
         -1 means no limit.
         """
-        # Waiters hold the lock for a moment, so only the flag tells whether the call has ended.
-        if not self.has_ended and self._ended.acquire(timeout=timeout_s):
-            self._ended.release()
+        try:
+            # Waiters hold the lock for a moment, so only the flag tells whether the call has ended.
+            if not self.has_ended:
+                self._ended.acquire(timeout=timeout_s)
+        finally:
+            # Also if Ctrl-C came as the lock was acquired: other threads may wait for it.
+            if self.has_ended:
+                try:  # noqa: SIM105 - Ctrl-C raises when a call returns: this is the first call
+                    self._ended.release()
+                except RuntimeError:  # not held
+                    pass
         return self.has_ended
 
     def run(self) -> None:
@@ -87,7 +97,8 @@ class QueuedCall:
         """Mark the call as ended; return the future to pass to `complete`, or None."""
         with _LOCK:
             self.has_ended = True
-            self._ended.release()
+            with contextlib.suppress(RuntimeError):  # a late `wait` has released it
+                self._ended.release()
             return None if self._future is None else self._future[0]
 
     def complete(self, future: Any) -> None:

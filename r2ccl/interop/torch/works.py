@@ -196,7 +196,8 @@ class MessageWork(_AnyWork):
         self._error: BaseException | None = None
         self._source = -1
         self._is_over = False
-        self._lock = threading.Lock()
+        #: Held by the thread that waits. Re-entrant, so that it can be released only if held.
+        self._lock = threading.RLock()
 
     def is_completed(self) -> bool:
         """Return at once whether the message is sent or received, or has failed."""
@@ -235,13 +236,15 @@ class MessageWork(_AnyWork):
         return first.then(value)
 
     def _join(self, timeout_s: float) -> bool:
-        limit_s = min(timeout_s, self._timeout_s)
+        lock, limit_s = self._lock, min(timeout_s, self._timeout_s)
         has_shorter_limit = timeout_s < self._timeout_s
         give_up_s = monotonic() + limit_s
-        # Another thread that waits holds the lock. It waits no longer than the message's timeout.
-        if not self._lock.acquire(timeout=limit_s if has_shorter_limit else -1):
-            return False
+        if lock._is_owned():  # type: ignore[attr-defined]
+            return False  # in a signal handler that interrupted this thread's wait
         try:
+            # Another thread that waits holds the lock, no longer than the message's timeout.
+            if not lock.acquire(timeout=limit_s if has_shorter_limit else -1):
+                return False
             if self._is_over:
                 return True
             try:
@@ -254,7 +257,11 @@ class MessageWork(_AnyWork):
             self._is_over = True
             return True
         finally:
-            self._lock.release()
+            # Ctrl-C raises when a call returns, so no other call may come before the release.
+            try:  # noqa: SIM105
+                lock.release()
+            except RuntimeError:  # not acquired
+                pass
 
     def _receive(self, timeout_s: float) -> None:
         with translated:
