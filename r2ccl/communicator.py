@@ -1092,13 +1092,14 @@ class Communicator:
         """Register the memory of `x` with the NICs, so that slices are transferred without a copy.
 
         Over RDMA, data in unregistered memory is copied through registered buffers. Registering an
-        array that is used repeatedly saves that copy. Over TCP the call has no effect.
+        array that is used repeatedly saves that copy. The call has no effect over TCP, and for an
+        empty array.
 
         Parameters
         ----------
         x : array_like in host memory
-            C-contiguous, writable and not empty. Kept alive until the registration ends; a
-            ``bytearray`` or ``array.array`` cannot be resized until then.
+            C-contiguous and writable. Kept alive until the registration ends; a ``bytearray`` or
+            ``array.array`` cannot be resized until then.
 
         Returns
         -------

@@ -60,8 +60,8 @@ class UserOp:
         Raises
         ------
         InvalidArgument
-            If the dtype is unknown, or the function cannot be compiled for it or cannot combine
-            empty arrays of it.
+            If the dtype is unknown, or the function cannot be compiled for it, cannot combine empty
+            arrays of it, or returns a result that is not converted to it (see `user_op`).
 
         Notes
         -----
@@ -104,7 +104,9 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
           it writes to the last array.
 
         Arrays are flat slices of the data, and may be empty; inputs are read-only. Each element of
-        the result may depend only on the two elements at its index.
+        the result may depend only on the two elements at its index. A returned result of another
+        dtype is converted to that of the data. NumPy's casting rule "same_kind" must permit this,
+        or both are integers, which wrap. For int32, a function may thus return int64, not float64.
     name : str
         Name in messages, equal on all ranks; default: the name of the function.
     is_commutative : bool
@@ -167,14 +169,16 @@ def user_reducer(digest: int, dtype_code: int) -> Reducer:
 
 
 def _by_element(function: Any, dtype: np.dtype[Any]) -> Reducer:
-    from numba import njit, types  # takes about 0.5 s to import
-    from numba.np.numpy_support import from_dtype
+    from numba import njit, typeof, types  # takes about 0.5 s to import
+    from numba.np.numpy_support import as_dtype, from_dtype
 
     def reduce_elements(left: Array, right: Array, out: Array) -> None:
         for i in range(out.size):
             out[i] = function(left[i], right[i])
 
     element = from_dtype(dtype)
+    called = typeof(function).get_call_type(function.typingctx, (element, element), {})
+    _require_cast(as_dtype(types.unliteral(called.return_type)), dtype)
     operand = types.Array(element, 1, "C", readonly=True)
     signature = types.void(operand, operand, types.Array(element, 1, "C"))
     # No disk cache: its key would be different in every process, because the loop calls `function`.
@@ -199,10 +203,21 @@ def _by_slice(function: Any, dtype: np.dtype[Any]) -> Reducer:
                 raise ValueError(
                     f"the function returned shape {found.shape} for arrays of shape {result.shape}"
                 )
+            _require_cast(found.dtype, dtype)
             result[...] = found
         out.view(dtype)[:] = result
 
     return reduce_slices
+
+
+def _require_cast(found: np.dtype[Any], dtype: np.dtype[Any]) -> None:
+    """Raise TypeError if a result of dtype `found` is not to be converted to `dtype`.
+
+    Integers may be: Numba computes with 64 bits, and with a sign if one operand is a constant.
+    """
+    are_integers = found.kind in "iu" and dtype.kind in "iu"
+    if not are_integers and not np.can_cast(found, dtype, "same_kind"):
+        raise TypeError(f"the function returned {found}, which is not converted to {dtype}")
 
 
 def _python_of(function: Any) -> Any:

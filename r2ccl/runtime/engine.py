@@ -51,6 +51,7 @@ from r2ccl.runtime.waits import Waits
 from r2ccl.shm.arrays import form_of
 from r2ccl.shm.repeat import Repeat, Role, repeat_of
 from r2ccl.transport.base import Registered
+from r2ccl.transport.preconnected import Unregistered
 
 #: Time in seconds for which a call waits for all paths to new peers; then one to each is enough.
 STANDBY_S = 0.5
@@ -734,18 +735,17 @@ class Engine:
             self._loop.release()
 
     def register(self, memory: npt.NDArray[np.uint8]) -> RegisteredMemory:
-        """Register host memory with the transport; return the registration.
+        """Register host memory, which may be empty, with the transport; return the registration.
 
         Ctrl-C during this method ends the communicator, as in `call`.
 
         Raises
         ------
-        InvalidArgument
-            If `memory` is empty and the transport needs registration.
         TransportError
             If a NIC refuses the memory, or the limit of registered memory would be exceeded.
         """
-        return RegisteredMemory(self, self.call(partial(self._transport.register, memory)), memory)
+        register = partial(self._transport.register, memory) if memory.size else Unregistered
+        return RegisteredMemory(self, self.call(register), memory)
 
     def register_device(self, address: int, nbytes: int) -> Registered:
         """Register `nbytes` of device memory at `address` with the transport; return the result.

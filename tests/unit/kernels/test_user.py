@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numba
 import numpy as np
 import pytest
@@ -181,6 +182,54 @@ def test_a_result_of_another_size_is_no_result() -> None:
 def test_what_is_no_operation_is_refused(call: Callable[[], UserOp], words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         call()
+
+
+def halved(a: Any, b: Any) -> Any:
+    return 0.5 * (a + b)
+
+
+def turned(a: Any, b: Any) -> Any:
+    return a + 1j * b
+
+
+def widened(a: Any, b: Any) -> Any:
+    return a + 2 * b
+
+
+#: Functions, and dtypes that their results are not converted to.
+LOSSY = [(halved, "int32"), (halved, "bool"), (widened, "bool"), (turned, "float64")]
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        *((make, name) for each, name in LOSSY for make in (each, numba.njit(each))),
+        (numba.njit("f8(f8, f8)")(halved), "int32"),
+        (np.true_divide, "int32"),
+        (np.frompyfunc(halved, 2, 1), "int32"),
+    ],
+)
+def test_results_of_another_kind_are_refused(function: Callable[..., Any], name: str) -> None:
+    op, dtype = user_op(function, name="f"), np.dtype(name)
+    with pytest.raises(InvalidArgument, match=rf"f\) for dtype {name}: TypeError: .* not convert"):
+        op.reducer(CODES[dtype])
+
+
+@pytest.mark.parametrize("name", ["float32", "complex64", "uint8", "uint64", "int16"])
+@pytest.mark.parametrize("function", [widened, numba.njit(widened)])
+def test_results_of_the_same_kind_are_converted(function: Callable[..., Any], name: str) -> None:
+    x = np.arange(200).astype(name)
+    out = np.empty_like(x)
+    user_op(function).reducer(CODES[x.dtype])(x, x, out)
+    assert out.tolist() == (3 * np.arange(200)).astype(name).tolist()
+
+
+def test_small_floats_may_be_computed_in_float32() -> None:
+    x = np.arange(20).astype(ml_dtypes.bfloat16)
+    out = np.empty_like(x)
+    op = user_op(lambda left, right: left.astype(np.float32) + right, name="wide")
+    op.reducer(CODES[x.dtype])(x, x, out)
+    assert out.tolist() == (2 * np.arange(20)).tolist()
 
 
 def test_names_and_kinds() -> None:

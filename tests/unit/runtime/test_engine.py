@@ -126,6 +126,24 @@ def test_a_registration_that_could_not_end_can_end_later() -> None:
     assert nended == 1
 
 
+def test_empty_memory_needs_no_registration() -> None:
+    engine, still = make_engine()
+
+    def register(memory: Any) -> Any:
+        return allocation_of(memory.ctypes.data, memory.nbytes, memory)
+
+    still.register = register  # type: ignore[attr-defined]
+    x = bytearray()
+    with (
+        engine.register(as_buffer(x, writable=True).array.view(np.uint8)),
+        pytest.raises(BufferError),
+    ):
+        x.extend(b"1")
+    x.extend(b"1")
+    with engine.register(as_buffer(np.empty((3, 0)), writable=True).array.view(np.uint8)):
+        pass
+
+
 def test_nobody_sleeps_while_kernels_are_under_way() -> None:
     """No descriptor would wake the loop: it looks, and lets others run in between."""
     engine, still = make_engine()
