@@ -227,7 +227,7 @@ class Leader:
         give_up_at = monotonic() + self._timeout_s
         while True:
             try:
-                return await name.find()
+                return (await name.find())[0]
             except OSError as exc:
                 if monotonic() > give_up_at:
                     raise naming.unresolvable(0, identity.address, exc) from exc

@@ -205,6 +205,18 @@ def join_named(job: LocalJob, rank: int, **changes: str) -> BaseException | None
     return None
 
 
+def test_each_address_of_rank_0s_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = socket.getaddrinfo
+
+    def answer(host: Any, *args: Any, **more: Any) -> Any:
+        found = ["127.0.0.2", "127.0.0.1"] if host == "head-node" else [host]
+        return [entry for each in found for entry in resolve(each, *args, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    with LocalJob(2) as job:  # its socket listens at 127.0.0.1
+        assert join_all(job, {1: {"MASTER_ADDR": "head-node"}}) == [None, None]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_name_that_cannot_exist_ends_init_at_once(
     resolver: Callable[..., None], rank: int
