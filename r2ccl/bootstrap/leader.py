@@ -63,6 +63,9 @@ VERDICT_MARGIN_S = 5.0
 _BIND_PATIENCE_S = 3.0
 _BIND_PAUSE_S = 0.25
 _RESOLVE_PAUSE_S = 0.5
+#: Advice on a loopback address for control messages, or of a rail.
+_CONTROL_ADVICE = "set R2CC_CONTROL_ADDRESS on that host to an address that they reach"
+_RAILS_ADVICE = "select other interfaces on that host with R2CC_SOCKET_IFNAME"
 #: First and longest interval between two messages about missing ranks, in seconds.
 _FIRST_REPORT_S = 2.0
 _LAST_REPORT_S = 30.0
@@ -187,6 +190,11 @@ class Leader:
             )
         if self._faults:
             await self._await_others(lambda: not self._awaited)
+        else:
+            for info in self._infos.values():
+                self._refuse_loopback(info.rank, info.control_addresses, _CONTROL_ADVICE)
+                self._refuse_loopback(info.rank, info.rails, _RAILS_ADVICE)
+        if self._faults:
             raise _FoundFaults("; ".join(self._faults))
         peers = _with_common_rails(self._infos.values())
         near = set(children(0, self._identity.nranks))
@@ -219,7 +227,7 @@ class Leader:
         give_up_at = monotonic() + self._timeout_s
         while True:
             try:
-                return await name.find()
+                return (await name.find())[0]
             except OSError as exc:
                 if monotonic() > give_up_at:
                     raise naming.unresolvable(0, identity.address, exc) from exc
@@ -333,8 +341,24 @@ class Leader:
                 f"ranks {format_ranks(odd)} have settings that differ from rank 0's: "
                 f"these must be equal on all ranks: {names}"
             )
+        for hello in self._hellos.values():
+            self._refuse_loopback(hello.rank, [hello.address], _CONTROL_ADVICE)
         if self._faults:
             raise _FoundFaults("; ".join(self._faults))
+
+    def _refuse_loopback(self, rank: int, addresses: Iterable[wire.Address], advice: str) -> None:
+        """Record an error if `addresses` of `rank` are loopback, although hosts need to reach them.
+
+        Ranks of one network namespace reach each other by loopback, whatever their host names are.
+        """
+        if len({hello.host.partition("/")[2] for hello in self._hellos.values()}) == 1:
+            return
+        looped = [host for host, _ in addresses if host and ipaddress.ip_address(host).is_loopback]
+        if looped:
+            self._faults.append(
+                f"rank {rank} on {_name(self._hellos[rank])} gave the other ranks the loopback "
+                f"address {looped[0]}, which other hosts cannot reach: {advice}"
+            )
 
     async def _await_progress(self, awaited: Callable[[], str]) -> None:
         """Wait until `_progress` is set; report at growing intervals what rank 0 waits for.

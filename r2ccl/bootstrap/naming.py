@@ -1,4 +1,4 @@
-"""Resolution of the name of rank 0's host to a numeric address, and its errors.
+"""Resolution of the name of rank 0's host to numeric addresses, and its errors.
 
 The name may not exist yet: containers and nodes that start with the job get their names late. The
 callers therefore resolve it again until the timeout of `init`; the first failure is logged at once,
@@ -24,7 +24,7 @@ _NAMES = {getattr(socket, name): name for name in dir(socket) if name.startswith
 
 
 class LeaderName:
-    """Name of rank 0's host, and its resolution to a numeric address.
+    """Name of rank 0's host, and its resolution to numeric addresses.
 
     Parameters
     ----------
@@ -41,8 +41,8 @@ class LeaderName:
         self._port = port
         self._is_logged = False
 
-    async def find(self) -> str:
-        """Resolve the name once; return its first numeric address.
+    async def find(self) -> tuple[str, ...]:
+        """Resolve the name once; return its numeric addresses, at least one, best first.
 
         Raises
         ------

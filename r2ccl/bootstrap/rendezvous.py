@@ -137,6 +137,8 @@ class _Member:
         #: Error of the last attempt if it could not resolve the name of rank 0, else None.
         self._unresolved: OSError | None = None
         self._leader = LeaderName(identity.rank, identity.address, identity.port)
+        #: Number of attempts to connect to rank 0, whose name may have several addresses.
+        self._ndials = 0
 
     async def run(self) -> Meeting:
         """Join the rendezvous at rank 0, return its result and close all connections."""
@@ -229,12 +231,16 @@ class _Member:
             return None
         claim = Claim(Purpose.RENDEZVOUS, _NO_COMMUNICATOR, self._hello.rank, 0)
         try:
-            target = (await self._leader.find(), self._identity.port)
+            addresses = await self._leader.find()
         except OSError as exc:
             self._unresolved = exc
             self._last_failure = f"its name cannot be resolved: {naming.describe(exc)}"
             return None
         self._unresolved = None
+        # Rank 0 listens at one address of its name; which of them this host can reach is unknown.
+        target = (addresses[self._ndials % len(addresses)], self._identity.port)
+        self._ndials += 1
+        timeout_s /= len(addresses)
         try:
             sock = await dialing.dial(
                 secret, claim, target, timeout_s=timeout_s,

@@ -106,8 +106,8 @@ def reserve_port(host: str) -> socket.socket:
     return sock
 
 
-async def resolve(host: str, port: int) -> str:
-    """Return the first numeric address of `host`, which may be numeric already.
+async def resolve(host: str, port: int) -> tuple[str, ...]:
+    """Return the numeric addresses of `host`, which may be numeric already, best first.
 
     Raises
     ------
@@ -117,10 +117,10 @@ async def resolve(host: str, port: int) -> str:
         If `host` is malformed.
     """
     with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_address(host))  # needs no resolver thread
+        return (str(ipaddress.ip_address(host)),)  # needs no resolver thread
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return str(found[0][4][0])
+    return tuple(dict.fromkeys(str(each[4][0]) for each in found))
 
 
 def frame(body: bytes) -> bytes:

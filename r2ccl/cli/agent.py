@@ -86,7 +86,7 @@ def listen_everywhere(address: str, port: int) -> socket.socket:
 
 async def _resolve(name: str) -> str:
     try:
-        return await wire.resolve(name, 0)
+        return (await wire.resolve(name, 0))[0]
     except (OSError, UnicodeError) as exc:
         raise InvalidArgument(
             f"the host of rank 0, {name!r}, cannot be resolved here ({exc}): give its address with "

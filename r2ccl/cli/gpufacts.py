@@ -27,6 +27,8 @@ _PROBE_TIMEOUT_S = 120.0
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 _PEERMEM = ("nvidia_peermem", "nv_peer_mem")
 
+_facts_decoder = msgspec.json.Decoder(CudaFacts)
+
 
 def read_cuda(
     nics: Sequence[str] = (), *, is_tried: bool = True, sysfs: Path = Path("/sys"),
@@ -57,12 +59,12 @@ def read_cuda(
     )
 
 
-def last_line(said: str, kind: type[_T], default: _T) -> _T:
-    """Return the last line of `said` that is a `kind` as JSON; `default` if there is none."""
+def last_line(said: str, decoder: msgspec.json.Decoder[_T], default: _T) -> _T:
+    """Return the last line of `said` that `decoder` can decode; `default` if there is none."""
     found = default
     for line in said.splitlines():
         with suppress(msgspec.DecodeError):  # output of a library, or a line cut off by a crash
-            found = msgspec.json.decode(line, type=kind)
+            found = decoder.decode(line)
     return found
 
 
@@ -71,7 +73,7 @@ def last_told(ended: Ended) -> CudaFacts:
 
     Facts are lines with a `CudaFacts` as JSON; other lines are ignored.
     """
-    facts = last_line(ended.said, CudaFacts, CudaFacts(doing="starting"))
+    facts = last_line(ended.said, _facts_decoder, CudaFacts(doing="starting"))
     died = ended.error or ("it ended without an error message" if facts.doing else "")
     return msgspec.structs.replace(facts, died=died)
 

@@ -42,6 +42,7 @@ _NAME_NBYTES = 256
 #: Longest time to map the memory of all GPUs in another process, one after another.
 _MAP_TIMEOUT_S = 40.0
 _FORM = Form(dtype_code=CODES[np.dtype(np.float32)], op=ReduceOp.SUM)
+_errors_decoder = msgspec.json.Decoder(list[str])
 
 #: Function that maps allocations of another process, given as (GPU ordinal, IPC handle). It returns
 #: one error message per allocation, empty if the allocation could be mapped.
@@ -184,7 +185,7 @@ def map_apart(handles: Sequence[tuple[int, bytes]]) -> list[str]:
     """Map allocations of this process in another process: the `Mapper` for real GPUs."""
     code = f"from r2ccl.cli.gpuprobe import map_all\nmap_all({list(handles)!r})"
     ended = run(code, timeout_s=_MAP_TIMEOUT_S, is_inner=True)
-    errors = last_line(ended.said, list[str], [])
+    errors = last_line(ended.said, _errors_decoder, [])
     if not ended.error and len(errors) == len(handles):
         return errors
     why = ended.error or "no result"

@@ -35,7 +35,13 @@ from r2ccl.failover.health.rounds import (
     Report,
 )
 from r2ccl.failover.migration.bypass import Bypasses
-from r2ccl.failover.migration.driver import EXCLUDED, NO_CARRIER, PORT_ERR, Migration
+from r2ccl.failover.migration.driver import (
+    EXCLUDED,
+    GIVE_WAY_S,
+    NO_CARRIER,
+    PORT_ERR,
+    Migration,
+)
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import (
     Announcement,
@@ -296,7 +302,7 @@ class Failover:
     def _port_down(self, rail: int, cause: str) -> None:
         """Fail the paths of a local port that is down, first those that a call waits for.
 
-        The others follow once no repair is in progress, at the latest after `_GIVE_WAY_S`. A job
+        The others follow once no repair is in progress, at the latest after `GIVE_WAY_S`. A job
         with many nodes has many idle paths. Their repair, and the agreement of all ranks, would
         take processor time from the repair that a call waits for.
         """
@@ -309,7 +315,7 @@ class Failover:
     def _end_ports_down(self, now: float) -> None:
         """Fail the remaining paths of ports that are down, if they are due: see `_port_down`."""
         for rail, (_, since_s) in list(self._ports_down.items()):
-            if not self.migration.repairing or now >= since_s + _GIVE_WAY_S:
+            if not self.migration.repairing or now >= since_s + GIVE_WAY_S:
                 self._end_port_down(rail)
 
     def _end_port_down(self, rail: int) -> None:
@@ -659,7 +665,5 @@ class Failover:
 
 #: Maximum number of bypass rounds begun per tick: each costs file descriptors and loop time.
 _MOST_SEEKS = 4
-#: Longest time that the idle paths of a port wait for the repair of those in use, in seconds.
-_GIVE_WAY_S = 0.1
 
 __all__ = ["Failover", "PortUp"]

@@ -204,7 +204,6 @@ def _report_of(bus_id: str, labels: Sequence[str], machine: Machine) -> _Machine
     return _MachineReport(gpu.bus_id, tuple(labels), part)
 
 
-#: Made here once, because msgspec crashes if two threads decode a type for the first time at once.
 _report_decoder = msgspec.msgpack.Decoder(_MachineReport)
 
 

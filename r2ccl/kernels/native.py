@@ -96,7 +96,6 @@ class _Stored(msgspec.Struct, frozen=True):
     code: MachineCode
 
 
-#: Made here once, because msgspec crashes if two threads decode a type for the first time at once.
 _stored_decoder = msgspec.msgpack.Decoder(_Stored)
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from r2ccl.testing.reporting import ReportingTransport
     from r2ccl.transport.base import Transport
 
+_faults_decoder = msgspec.json.Decoder(list[Fault])
+
 
 class FaultPlan:
     """List of faults for one run, with a record of the faults that fired.
@@ -74,7 +76,7 @@ class FaultPlan:
             names the fault or its position.
         """
         try:
-            return cls(msgspec.json.decode(data, type=list[Fault]))
+            return cls(_faults_decoder.decode(data))
         except msgspec.DecodeError as exc:
             raise InvalidArgument(f"fault plan: {exc}") from exc
 

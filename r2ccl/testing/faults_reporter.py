@@ -50,6 +50,9 @@ class Applied(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+_applied_decoder = msgspec.msgpack.Decoder(Applied)
+
+
 class PlanRecord(Protocol):
     """Interface of `FaultPlan` as far as a reporter uses it."""
 
@@ -166,7 +169,7 @@ class LabClient:
                 lab.connect(self._address)
                 lab.send(msgspec.msgpack.encode(due))
                 answer = lab.recv(MESSAGE_NBYTES)
-            error = msgspec.msgpack.decode(answer, type=Applied).error
+            error = _applied_decoder.decode(answer).error
         except (OSError, msgspec.DecodeError) as exc:
             raise _not_applied(due, f"no answer from the lab at {self._address} ({exc})") from exc
         if error:

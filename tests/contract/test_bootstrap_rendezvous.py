@@ -112,6 +112,34 @@ def test_a_host_that_is_loopback_to_itself_says_so(name: str, is_told: bool) -> 
     assert (advice in str(error)) is is_told
 
 
+#: Boot id and network namespace of two machines.
+NEAR, FAR = "8f6c/4026531840", "91d0/4026531840"
+BY_NAME = "select other interfaces on that host with R2CC_SOCKET_IFNAME"
+
+
+@pytest.mark.parametrize(
+    ("nranks", "advice"), [(2, BY_NAME), (5, "set R2CC_CONTROL_ADDRESS on that host to an address")]
+)
+def test_loopback_is_refused_between_hosts(
+    nranks: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = itertools.chain([f"a/{NEAR}"], itertools.repeat(f"b/{FAR}"))
+    monkeypatch.setattr(startup, "host_id", lambda: next(hosts))
+    with LocalJob(nranks) as job:
+        errors = join_all(job, {})
+    assert all(isinstance(error, InvalidArgument) for error in errors)
+    for error in errors:
+        assert "on b gave the other ranks the loopback address 127.0.0.1" in str(error)
+        assert advice in str(error)
+
+
+def test_ranks_of_one_network_namespace_may_use_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = itertools.chain([f"a/{NEAR}"], itertools.repeat(f"b/{NEAR}"))
+    monkeypatch.setattr(startup, "host_id", lambda: next(hosts))
+    with LocalJob(2) as job:
+        assert join_all(job, {}) == [None, None]
+
+
 def test_rank_0_says_for_whom_it_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,6 +203,18 @@ def join_named(job: LocalJob, rank: int, **changes: str) -> BaseException | None
     except R2cclError as exc:
         return exc
     return None
+
+
+def test_each_address_of_rank_0s_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = socket.getaddrinfo
+
+    def answer(host: Any, *args: Any, **more: Any) -> Any:
+        found = ["127.0.0.2", "127.0.0.1"] if host == "head-node" else [host]
+        return [entry for each in found for entry in resolve(each, *args, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    with LocalJob(2) as job:  # its socket listens at 127.0.0.1
+        assert join_all(job, {1: {"MASTER_ADDR": "head-node"}}) == [None, None]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -7,7 +7,7 @@ failed was taken out of use already (`r2ccl.failover.migration.driver`), and the
 stays in use.
 
 Repairs have priority: the diagnosis of a failure waits until no repair is running, but at most
-`_GIVE_WAY_S`. It waits longer while `MAX_DIAGNOSES` are running. Requests of other ranks are
+`GIVE_WAY_S`. It waits longer while `MAX_DIAGNOSES` are running. Requests of other ranks are
 checked: a request for a rank or rail that does not exist, for a probe of the rank that receives it,
 or beyond `MAX_SERVED`, is refused.
 
@@ -39,6 +39,7 @@ from r2ccl.failover.diagnosis.verdict import (
     Verdict,
     VerdictKind,
 )
+from r2ccl.failover.migration.driver import GIVE_WAY_S
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Probed, Transport
 from r2ccl.types import PathKey, ProbeKey
@@ -254,14 +255,14 @@ class Diagnosis:
             Time in seconds.
         is_calm : bool
             True if no path is being repaired. Otherwise a diagnosis stays queued until
-            `_GIVE_WAY_S` after the failure.
+            `GIVE_WAY_S` after the failure.
         """
         for case in list(self._open.values()):
             self._go_on(case, case.path_diagnosis.tick(now))
         for key, news in list(self._news.items()):
             if len(self._open) >= MAX_DIAGNOSES:
                 break
-            if is_calm or now >= news.since_s + _GIVE_WAY_S:
+            if is_calm or now >= news.since_s + GIVE_WAY_S:
                 del self._news[key]
                 self._begin(key, news.epoch, news)
 
@@ -474,8 +475,6 @@ MAX_SERVED = 64
 #: Time allowed, besides the probe timeout, for a control message and its reply, in seconds. A rank
 #: in user code polls its transport ten times per second.
 _REPLY_S = 0.3
-#: Maximum delay of a diagnosis while paths are being repaired, in seconds.
-_GIVE_WAY_S = 0.1
 #: Minimum interval between two INFO records about the same slow or late peer, and time for which a
 #: verdict that names the same part as another one is no warning, in seconds.
 SAY_AGAIN_S = 60.0

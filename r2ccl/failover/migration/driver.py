@@ -561,4 +561,7 @@ _ACTIONS: dict[PathAction, Callable[[Migration, Path], None]] = {
 }
 
 
-__all__ = ["EXCLUDED", "NO_CARRIER", "PORT_ERR", "Migration"]
+#: Longest time that less urgent work waits until no path is in `Migration.repairing`, in seconds.
+GIVE_WAY_S = 0.1
+
+__all__ = ["EXCLUDED", "GIVE_WAY_S", "NO_CARRIER", "PORT_ERR", "Migration"]

@@ -50,7 +50,6 @@ class Origin(msgspec.Struct, frozen=True):
     compilers: dict[str, str]
 
 
-#: Made here once, because msgspec crashes if two threads decode a type for the first time at once.
 _origin_decoder = msgspec.json.Decoder(Origin)
 
 

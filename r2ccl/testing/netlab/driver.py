@@ -39,6 +39,8 @@ _ERROR_LENGTH = 1000
 #: Number of ranks that may report at the same time.
 _BACKLOG = 1024
 
+_due_decoder = msgspec.msgpack.Decoder(Due)
+
 
 class _Entry(NamedTuple):
     due: float
@@ -105,7 +107,7 @@ class PlanRun:
             data = connection.recv(MESSAGE_NBYTES)
             if not data:
                 return  # the rank died between its connect and its report
-            due = msgspec.msgpack.decode(data, type=Due)
+            due = _due_decoder.decode(data)
             error = ""
             try:
                 self.fire(due.index)

@@ -49,7 +49,6 @@ _SILENCE_S = 5.0
 #: Unit of a queue pair's timeout: attribute ``timeout`` t means this many seconds times 2^t.
 _TIMEOUT_UNIT_S = 4.096e-6
 _MAX_TIMEOUT = 31
-#: Made here once, because msgspec crashes if two threads decode a type for the first time at once.
 _info_decoder = msgspec.msgpack.Decoder(EndpointInfo)
 
 

@@ -103,7 +103,6 @@ class PathEndpointInfo(EndpointInfo, frozen=True, array_like=True):
     ring_rkey: int
 
 
-#: Made here once, because msgspec crashes if two threads decode a type for the first time at once.
 _info_decoder = msgspec.msgpack.Decoder(PathEndpointInfo)
 
 

@@ -1,8 +1,10 @@
 """Variables that a user misspells are named, with the setting that was meant."""
 
+import contextlib
 import logging
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -43,14 +45,20 @@ def test_a_name_like_no_setting_gets_no_guess() -> None:
     assert list(unknown({"R2CC_XYZZY": "1"})) == [("R2CC_XYZZY", "unset it or correct its name")]
 
 
+def sources(folder: Path) -> Iterator[str]:
+    """Yield the text of each module; one that is removed meanwhile, as by an editor, is none."""
+    for path in folder.rglob("*.py"):
+        with contextlib.suppress(FileNotFoundError):
+            yield path.read_text(encoding="utf-8")
+
+
 def test_variables_that_are_read_are_known() -> None:
     """All on the page of settings, all that the library names, and all that tests read."""
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("docs/tuning.md", "Makefile")]
-    texts += [path.read_text(encoding="utf-8") for path in (ROOT / "r2ccl").rglob("*.py")]
+    texts += sources(ROOT / "r2ccl")
     wanted = {name for text in texts for name in re.findall(r"\bR2CC_[A-Z_]+[A-Z]\b", text)}
-    for path in (ROOT / "tests").rglob("*.py"):
-        read = re.findall(r'environ.{1,6}"(R2CC_[A-Z_]+)"', path.read_text(encoding="utf-8"))
-        wanted.update(read)
+    for text in sources(ROOT / "tests"):
+        wanted.update(re.findall(r'environ.{1,6}"(R2CC_[A-Z_]+)"', text))
     assert len(wanted) > 40
     assert list(unknown(dict.fromkeys(wanted, "1"))) == []
     assert list(unknown({"NCCL_DEBUG": "", "R2D2": "", "XR2CC_MODE": ""})) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import tomllib
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
@@ -123,6 +124,12 @@ def test_layers_are_few_and_count_imports_for_types() -> None:
     (layers,) = (each["layers"] for each in settings["contracts"] if each["type"] == "layers")
     assert len(layers) <= MAX_LAYERS
     assert not settings["exclude_type_checking_imports"]
+
+
+def test_every_decoder_of_msgspec_is_made_once() -> None:
+    """msgspec prepares a type at its first use, and crashes if two threads do so at once."""
+    given = re.compile(r"msgspec\.(json|msgpack)\.decode\(")
+    assert [name for name, file in MODULES.items() if given.search(file.read_text())] == []
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
