@@ -187,8 +187,9 @@ class Participant:
         if len(sizes) > 1:
             if is_first:
                 _log.info(
-                    "rank %d: no shared memory: the hosts have between %d and %d ranks, not "
-                    "equally many",
+                    "rank %d: no shared memory: the hosts have between %d and %d ranks; the "
+                    "network is used instead; to share memory, start equally many ranks on all "
+                    "hosts",
                     self._control.rank, min(sizes), max(sizes),
                 )  # fmt: skip
             return
