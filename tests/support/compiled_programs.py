@@ -255,7 +255,7 @@ def alternating(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int,
         compiled.limit = limit
         n, rank = comm.nranks, comm.rank
         chance = random.Random(limit)  # equal on all ranks
-        for row in range(2 * ncalls):
+        for row in range(ncalls):
             forms = [random_form(chance, n) for _ in range(4)]
             for number in range(60):
                 kind, count, root = chance.choice(forms)
