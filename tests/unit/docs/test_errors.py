@@ -387,8 +387,8 @@ def call_beside_another() -> None:
             ("MASTER_PORT", "1"),
         ):
             patch.setenv(name, value)
-        with r2ccl.init() as alone, alone._collectives._turn:
-            alone.barrier()
+        with r2ccl.init() as alone:
+            alone._collectives.in_turn(alone.barrier)
 
 
 def confirmed_what_never_was() -> None:
