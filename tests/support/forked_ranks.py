@@ -55,13 +55,19 @@ class ForkedRanks:
     def __init__(
         self, scripts: Sequence[Path], modules: Sequence[str] = (), start_s: float = _START_S
     ) -> None:
-        names = ",".join(str(each) for each in scripts)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, names, *modules],
+        self._names = ",".join(str(each) for each in scripts)
+        self._modules = modules
+        self._start_s = start_s
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        started = self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, self._names, *self._modules],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert self._read(start_s) == "ready"
+        assert self._read(self._start_s) == "ready"
+        return started
 
     def __enter__(self) -> ForkedRanks:
         return self
@@ -79,9 +85,15 @@ class ForkedRanks:
         """
         order = [str(script), argument, list(environments), timeout_s, groups]
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return [Output(*each) for each in self._read(timeout_s + _START_S)]
+        try:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            return [Output(*each) for each in self._read(timeout_s + _START_S)]
+        except BaseException:
+            # The answer may still come, and the next job would take it for its own.
+            self.close()
+            self._process = self._start()
+            raise
 
     def close(self) -> None:
         """End the process."""
