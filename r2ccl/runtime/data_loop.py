@@ -538,7 +538,8 @@ class DataLoop:
     def switch(self, caller: Caller, switch: Callable[[CompiledCalls], bool]) -> bool:
         """Return ``switch(compiled)``, which lets `repeat` run the call of another program.
 
-        Return False if the loop has other work. ``switch`` may not wait.
+        Return False if another thread, or a call that this thread has interrupted, owns the loop.
+        ``switch`` may not wait.
         """
         owner, compiled = self.owner, self.compiled
         assert compiled is not None

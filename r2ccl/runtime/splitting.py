@@ -30,7 +30,7 @@ _PAUSE_S = 0.002
 
 
 class _Entry(NamedTuple):
-    """What a rank tells the others.
+    """Entry of a rank in the agreement: its wish, which all other ranks receive.
 
     Attributes
     ----------

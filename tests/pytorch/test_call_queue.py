@@ -6,10 +6,9 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
-from typing import Any
 
 import pytest
+from support import interrupted
 
 pytest.importorskip("torch.distributed", reason="torch is not installed: make test-torch")
 
@@ -138,20 +137,10 @@ def test_ctrl_c_in_a_wait_that_ends_holds_up_no_other() -> None:
     call = QueuedCall(lambda: None, [])
     ended = call._ended
 
-    def press(frame: FrameType, event: str, function: Any) -> None:
-        is_acquired = event == "c_return" and function.__name__ == "acquire"
-        if is_acquired and function.__self__ is ended:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
     call.run()
     threading.Timer(0.1, call.end).start()
-    sys.setprofile(press)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            call.wait(10)
-    finally:
-        sys.setprofile(None)
+    with pytest.raises(KeyboardInterrupt), interrupted.as_acquired(ended):
+        call.wait(10)
     assert not ended.locked(), "a thread that waits, too, would wait for its timeout"
     assert call.wait(10)
 

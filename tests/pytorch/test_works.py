@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import interrupted
 
 pytest.importorskip("torch.distributed", reason="torch is not installed: make test-torch")
 
@@ -22,20 +22,8 @@ def make_work(wait: Any) -> MessageWork:
 
 def test_ctrl_c_as_a_wait_begins_holds_up_no_other_wait() -> None:
     work = make_work(lambda timeout_s: None)
-    lock = work._lock
-
-    def press(frame: FrameType, event: str, function: Any) -> None:
-        is_acquired = event == "c_return" and function.__name__ == "acquire"
-        if is_acquired and function.__self__ is lock:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    sys.setprofile(press)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            work.is_completed()
-    finally:
-        sys.setprofile(None)
+    with pytest.raises(KeyboardInterrupt), interrupted.as_acquired(work._lock):
+        work.is_completed()
     found: list[bool] = []
     other = threading.Thread(target=lambda: found.append(work.is_completed()))
     other.start()

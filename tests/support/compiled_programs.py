@@ -209,6 +209,19 @@ def repetitions_of(kind: str) -> tuple[int, int]:
         return 20 - nright, len(repeats)
 
 
+@contextmanager
+def _two_communicators(
+    **settings: Any,
+) -> Iterator[tuple[Communicator, Communicator, list[object]]]:
+    """Yield two communicators of the same ranks, and the list of `counted_repeats`."""
+    with (
+        r2ccl.init(shm="0", compiled="1", **settings) as comm,
+        comm.dup() as other,
+        counted_repeats(comm) as repeats,
+    ):
+        yield comm, other, repeats
+
+
 def repeated(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, int, int]:
     """Repeat calls; return the number of wrong ones, of repetitions, and of calls that left it.
 
@@ -216,11 +229,7 @@ def repeated(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, in
     late ranks, and, now and then, reports of the status and calls of another communicator between.
     """
     nwrong = 0
-    with (
-        r2ccl.init(shm="0", compiled="1", **settings) as comm,
-        comm.dup() as other,
-        counted_repeats(comm) as repeats,
-    ):
+    with _two_communicators(**settings) as (comm, other, repeats):
         compiled = compiled_of(comm)
         compiled.limit = limit
         n, rank = comm.nranks, comm.rank
@@ -246,11 +255,7 @@ def alternating(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int,
     communicators, and exchanges of messages. A rank may be late, or ask for the status.
     """
     nwrong = 0
-    with (
-        r2ccl.init(shm="0", compiled="1", **settings) as comm,
-        comm.dup() as other,
-        counted_repeats(comm) as repeats,
-    ):
+    with _two_communicators(**settings) as (comm, other, repeats):
         compiled = compiled_of(comm)
         compiled.limit = limit
         n, rank = comm.nranks, comm.rank
@@ -279,11 +284,7 @@ def switches() -> tuple[int, int, int]:
 
     The calls are collectives of two communicators, and exchanges of messages.
     """
-    with (
-        r2ccl.init(shm="0", compiled="1") as comm,
-        comm.dup() as other,
-        counted_repeats(comm) as repeats,
-    ):
+    with _two_communicators() as (comm, other, repeats):
         changes = count_results(comm._engine._loop, "switch", False)
         parts = [_data(0, each, 12 * comm.nranks) for each in range(comm.nranks)]
         halves = [each[: each.size // 2] for each in parts]

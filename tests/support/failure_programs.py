@@ -8,16 +8,15 @@ import hashlib
 import itertools
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
 import numpy as np
+from support.interrupted import as_acquired
 from support.raising import raises
 from support.values import dtype_of
 
@@ -249,21 +248,14 @@ def interrupted_as_it_begins(what: str, shm: str) -> list[str]:
         for _ in range(5):
             comm.allreduce(x)
 
-    def press(frame: FrameType, event: str, function: Any) -> None:
-        name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
-        if event == "c_return" and name == "acquire" and owner is turn:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
     found = []
     for call in (calls[what], lambda: comm.allreduce(x)):
-        sys.setprofile(None if comm.rank or found else press)
+        is_quiet = comm.rank or found
         try:
-            call()
+            with contextlib.nullcontext() if is_quiet else as_acquired(turn):
+                call()
         except (r2ccl.R2cclError, KeyboardInterrupt) as exc:
             found.append(type(exc).__name__)
-        finally:
-            sys.setprofile(None)
 
     def take_and_release() -> None:
         with turn:

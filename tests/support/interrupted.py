@@ -1,4 +1,4 @@
-"""Raise KeyboardInterrupt before any chosen line of the library.
+"""Raise KeyboardInterrupt at a chosen place: before a line of the library, or in a lock.
 
 The lines of `r2ccl.testing` are left out: fakes stand for extension modules, which Ctrl-C does not
 interrupt.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -46,3 +47,20 @@ def at_line(number: int, fn: Callable[[], object]) -> bool:
     finally:
         sys.settrace(before)
     return False
+
+
+@contextmanager
+def as_acquired(lock: Any) -> Iterator[None]:
+    """Let Ctrl-C come in this thread exactly as it has acquired `lock`; once."""
+
+    def press(frame: FrameType, event: str, function: Any) -> None:
+        is_acquired = event == "c_return" and function.__name__ == "acquire"
+        if is_acquired and function.__self__ is lock:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(press)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

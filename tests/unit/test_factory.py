@@ -1,4 +1,4 @@
-"""What `r2ccl.init` decides before any connection is made: arguments, and RDMA ports to use."""
+"""Decisions of `r2ccl.init` before any connection is made: arguments, and RDMA ports to use."""
 
 from __future__ import annotations
 

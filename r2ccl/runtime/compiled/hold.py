@@ -179,12 +179,12 @@ class HeldPrograms:
 
     def has(self, program: CompiledProgram) -> bool:
         """Return whether `program` is held, and `take_over` may be called."""
+        if not self._members:  # of the first program, only once there may be a second one
+            self._members[self.program] = self._share(self.program)
         return program in self._members
 
     def has_link(self, peer: int, channel: int) -> bool:
         """Return whether a held program uses the links of `peer` and `channel`."""
-        if not self._members:
-            self._members[self.program] = self._share(self.program)
         return (peer, channel) in self._links
 
     def reserve(self, nbytes: int) -> npt.NDArray[np.uint8] | None:

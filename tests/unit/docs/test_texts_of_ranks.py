@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "r2ccl"
-#: What one rank tells others: an error that revokes the communicator, the evidence of a loss, the
-#: detail of a probe, the reason why memory cannot be shared.
+#: Code whose texts one rank sends to others: an error that revokes the communicator, the evidence
+#: of a loss, the detail of a probe, the reason why memory cannot be shared.
 SENDERS = (
     "failover", "transport", "shm", "runtime/messages", "bootstrap/control.py", "bootstrap/peer.py",
 )  # fmt: skip

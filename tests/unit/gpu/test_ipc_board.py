@@ -93,7 +93,7 @@ def test_a_fence_precedes_the_word_that_frees_a_message() -> None:
 
 
 def test_a_fence_follows_the_word_that_a_rank_has_failed() -> None:
-    """Of the failed rank, and before the reading of the word by another rank."""
+    """The failed rank fences after the word; another rank fences before it reads the word."""
     recorder = Recorder()
     set_word(recorder.boards[1], recorder.boards[1].done_at(1, 1), 7)
     before, seen, after = recorder.during(recorder.boards[1].keep)
