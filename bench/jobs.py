@@ -146,6 +146,10 @@ class Library(NamedTuple):
     lacks: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
 
+    def lacks_any(self, collective: str) -> bool:
+        """Return whether the library lacks one of the collectives, their names joined by ``+``."""
+        return not set(collective.split("+")).isdisjoint(self.lacks)
+
 
 R2CCL = Library("r2ccl", "tcp", env=(("R2CC_SHM", "0"),))
 LOCAL = Library("r2ccl", "shm", env=(("R2CC_SHM", "1"),))
@@ -223,9 +227,10 @@ class Job(Ranks):
     ) -> float:
         """Run a collective on `nbytes` of float32; return the time of one call in seconds.
 
-        Allreduces, broadcasts and reduces are in place. The time is that of `iterations`
-        back-to-back calls, divided by their number, on the slowest rank. `group` selects the
-        communicator of an r2ccl job with several (``BENCH_MODES``).
+        Several collectives, their names joined by ``+``, are called in turn. Allreduces, broadcasts
+        and reduces are in place. The time is that of `iterations` back-to-back calls, or rounds of
+        one call of each collective, divided by the number of calls, on the slowest rank. `group`
+        selects the communicator of an r2ccl job with several (``BENCH_MODES``).
 
         Raises
         ------
@@ -238,11 +243,12 @@ class Job(Ranks):
         return max(self._answer(rank, deadline) for rank in self._ranks)
 
     def calibrate(self, nbytes: int, loop_s: float, collective: str = "allreduce") -> int:
-        """Return the number of calls in a loop of about `loop_s` seconds: 3 to 2,000."""
+        """Return the number of calls, or rounds, in a loop of about `loop_s` s: 3 to 2,000."""
         count = 3
         for _ in range(2):  # again, because the first calls of a size are slow
             once_s = self.run(nbytes, count, warmup=1, collective=collective)
-            count = min(2000, max(3, round(loop_s / once_s)))
+            round_s = once_s * len(collective.split("+"))
+            count = min(2000, max(3, round(loop_s / round_s)))
         return count
 
     def _answer(self, rank: socket.socket, deadline: float) -> float:

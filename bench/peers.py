@@ -4,9 +4,11 @@ r2ccl and MPICH run twice, over TCP and over shared memory; gloo and Open MPI ov
 live during the whole run and sleep while another library is measured. For each collective, a round
 measures every library at every size, one after the other. The first library changes from round to
 round, so that a slow moment of the machine affects all of them. The time of a round is that of a
-loop of back-to-back calls, divided by their number, on the slowest rank; the number is chosen per
-library and size so that all loops take about the same time. A row is the median over rounds. The
-ratio is the time of r2ccl over the same transport divided by the peer's: below 1, r2ccl is faster.
+loop of back-to-back calls, divided by their number, on the slowest rank. Collectives whose names
+are joined by ``+`` are called in turn, and the time is the mean over them. The number of calls is
+chosen per library and size so that all loops take about the same time. A row is the median over
+rounds. The ratio is the time of r2ccl over the same transport divided by the peer's: below 1, r2ccl
+is faster.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def start_jobs(
 def sample(jobs: list[Job], collective: str, args: argparse.Namespace, out: Console) -> Samples:
     """Measure in rounds; report a library that fails, and leave it out from then on.
 
-    A library that lacks the collective is left out, too.
+    A library that lacks a collective that `collective` names is left out, too.
     """
     sizes = [0] if collective == "barrier" else args.sizes
     samples: Samples = defaultdict(list)
@@ -69,7 +71,7 @@ def sample(jobs: list[Job], collective: str, args: argparse.Namespace, out: Cons
         if nbytes == sizes[0] and _is_late(number, time.monotonic() - start, args.budget_s):
             out.print(f"ended after {number} rounds: the time budget is used up", highlight=False)
             break
-        able = [job for job in jobs if collective not in job.library.lacks]
+        able = [job for job in jobs if not job.library.lacks_any(collective)]
         first = number % max(1, len(able))
         for job in able[first:] + able[:first]:
             key = job.library, nbytes
@@ -159,9 +161,23 @@ def neighbour(nice: int) -> Iterator[None]:
         process.wait()
 
 
+def _parse_collective(text: str) -> str:
+    """Return `text`, which must name a collective, several joined by ``+``, or all."""
+    unknown = [name for name in text.split("+") if name not in FORMS]
+    if unknown and text != "all":
+        known = ", ".join(FORMS)
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: all, {known}")
+    return text
+
+
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that name what is measured, and the file with the results."""
-    parser.add_argument("--collective", choices=[*FORMS, "all"], default="allreduce")
+    parser.add_argument(
+        "--collective",
+        type=_parse_collective,
+        default="allreduce",
+        help="default: allreduce; all measures each; allreduce+broadcast calls them in turn",
+    )
     parser.add_argument("--nranks", type=parse_counts, default="2,4", help="default: 2,4")
     parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
     add_json_argument(parser)

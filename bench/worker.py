@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -22,7 +22,8 @@ from r2ccl.cli.perf.cases import Array, Buffers, Case, count_wrong, make_inputs,
 from r2ccl.cli.perf.forms import FORMS
 from r2ccl.config import Mode
 
-#: Collective, bytes, calls in the loop, warm-up calls, and index of the group that makes them.
+#: Collectives joined by ``+``, bytes, rounds of one call of each in the loop, warm-up rounds, and
+#: index of the group that makes the calls.
 Command = tuple[str, int, int, int, int]
 #: Collectives whose data is received where it was sent from: gloo has no others.
 _IN_PLACE = ("allreduce", "broadcast", "reduce")
@@ -133,32 +134,46 @@ def zeros(case: Case, group: Group) -> Buffers:
     return buffers
 
 
-def measure(group: Group, call: Callable[[], object], iterations: int, warmup: int) -> float:
-    """Return the time of one call in seconds, from a loop of `iterations` back-to-back calls."""
+def measure(
+    group: Group, calls: Sequence[Callable[[], object]], iterations: int, warmup: int
+) -> float:
+    """Return the mean time of one call in seconds, from `iterations` rounds of calls in turn."""
+    if len(calls) == 1:
+        (in_turn,) = calls
+    else:
+
+        def in_turn() -> None:
+            for call in calls:
+                call()
+
     for _ in range(warmup):
-        call()
+        in_turn()
     group.barrier()
     start = time.perf_counter()
     for _ in range(iterations):
-        call()
-    return (time.perf_counter() - start) / iterations
+        in_turn()
+    return (time.perf_counter() - start) / iterations / len(calls)
 
 
 def serve(groups: list[Group], bench: socket.socket) -> None:
     """Run commands until the bench closes the connection; all groups use the same memory."""
     calls: dict[Case, list[Callable[[], object]]] = {}
+    kept = ""
     while command := bench.recv(1 << 16):
-        name, nbytes, iterations, warmup, chosen = msgspec.json.decode(command, type=Command)
-        first = groups[0]
-        case = Case.of(FORMS[name], first.nranks, nbytes, np.dtype(np.float32))
-        if any(each.form is not case.form for each in calls):
-            calls.clear()  # a collective at a time, so that not all memory is kept
-        if case not in calls:
-            for group in groups:
-                verify(group, case)
-            buffers = zeros(case, first)
-            calls[case] = [group.call_of(case, buffers) for group in groups]
-        seconds = measure(groups[chosen], calls[case][chosen], iterations, warmup)
+        names, nbytes, iterations, warmup, chosen = msgspec.json.decode(command, type=Command)
+        if names != kept:
+            calls.clear()  # else the memory of all measured collectives is kept
+            kept = names
+        first, in_turn = groups[0], []
+        for name in names.split("+"):
+            case = Case.of(FORMS[name], first.nranks, nbytes, np.dtype(np.float32))
+            if case not in calls:
+                for group in groups:
+                    verify(group, case)
+                buffers = zeros(case, first)
+                calls[case] = [group.call_of(case, buffers) for group in groups]
+            in_turn.append(calls[case][chosen])
+        seconds = measure(groups[chosen], in_turn, iterations, warmup)
         bench.send(msgspec.json.encode(seconds))
 
 

@@ -1383,7 +1383,8 @@ class Communicator:
         InvalidArgument
             If another rank has called a collective that this rank has not; raised on every rank.
         NoHealthyRail, PeerLost, CommunicatorRevoked
-            If the communicator failed during `close`.
+            If the communicator failed during `close`; for the communicator of the whole job, also
+            if it failed before, and no call of this rank has raised the error.
         TransportError
             If resources of a GPU could not be freed, for a communicator made by `split` and the
             like.

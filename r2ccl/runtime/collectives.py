@@ -266,6 +266,7 @@ class Collectives:
                 return self._submit(request, convert)
             self.in_turn(partial(host.run, request))
         except (InvalidArgument, ScheduleError, ConcurrentCalls):
+            self._engine.note_raised()
             raise
         except BaseException as exc:
             self._engine.fail_call(exc)
@@ -305,6 +306,7 @@ class Collectives:
             request = post()
             return request if is_async else request.wait()
         except (InvalidArgument, ConcurrentCalls, CommunicatorRevoked):
+            self._engine.note_raised()
             raise
         except BaseException as exc:
             self._engine.fail_call(exc)
@@ -343,6 +345,7 @@ class Collectives:
                 lambda request, stream: self._start_on_device(request, stream, False),
             )
         except (InvalidArgument, ConcurrentCalls, CommunicatorRevoked):
+            self._engine.note_raised()
             raise
         except BaseException as exc:
             self._engine.fail_call(exc)

@@ -845,12 +845,18 @@ class Engine:
         self._contexts.remove(self, self._calls.op)
 
     def fail_call(self, error: BaseException) -> None:
-        """End the communicator after a call failed outside the data loop.
+        """End the communicator because a call raises `error`, maybe outside the data loop.
 
         The other ranks wait in the same collective and would otherwise wait until their timeout.
         """
         if self._revocation.error is None:
             self.revoke(f"a call failed: {error!r}")
+        self.has_raised = True
+
+    def note_raised(self) -> None:
+        """Note that a call raises an error, which may be the one that ended the communicator."""
+        if self._revocation.error is not None:
+            self.has_raised = True
 
     def revoke(self, why: str) -> None:
         """End the job's communicators on all ranks, for the reason `why`.

@@ -131,3 +131,18 @@ def test_a_wrong_result_of_a_library_is_refused(bench) -> None:
 
 def test_gloo_lacks_known_collectives_only(bench) -> None:
     assert set(bench("peer_calls").GLOO_LACKS) < set(FORMS)
+
+
+def test_collectives_are_called_in_turn(bench, run) -> None:
+    find_mpiexec()
+    status, rows = run("--collective", "allreduce+barrier+broadcast", "--sizes", "96")
+    assert status == 0
+    assert {(row["collective"], row["library"]) for row in rows} == {
+        ("allreduce+barrier+broadcast", library) for library in ("r2ccl", "mpich")
+    }
+
+
+def test_an_unknown_collective_is_named(bench, monkeypatch, capsys) -> None:
+    with pytest.raises(SystemExit):
+        arguments_of(bench("peers"), monkeypatch, "--collective", "allreduce+brodcast")
+    assert "unknown: brodcast; known: all, allreduce," in capsys.readouterr().err

@@ -119,6 +119,15 @@ def test_a_rank_that_closes_too_early_is_told(count: int, shm: int) -> None:
         assert took_s < 5.0
 
 
+@pytest.mark.parametrize("seen", ["nowhere", "in a call", "in a child"])
+def test_close_raises_an_error_that_no_call_has_raised(seen: str) -> None:
+    run = partial(failure_programs.closed_after_the_end, seen)
+    found, of_revoker = launch(run, 2, timeout_s=TIMEOUT_S)
+    text = "CommunicatorRevoked: rank 0: rank 1 ended the communicator: a reason"
+    assert found == ([text] if seen == "nowhere" else [])
+    assert of_revoker == []
+
+
 @pytest.mark.parametrize("is_child", [False, True])
 def test_two_threads_may_close_at_once(is_child: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "closing")

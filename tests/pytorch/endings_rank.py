@@ -98,9 +98,17 @@ def killed_while_gradients_travel() -> None:
     print("PeerLost")
 
 
+def leave_a_barrier_together() -> None:
+    """Return once no rank is in the barrier any more, where a failure would reach it."""
+    dist.barrier()
+    store = group().get_group_store()
+    store.set(f"left the barrier/{dist.get_rank()}", "")
+    store.wait([f"left the barrier/{each}" for each in range(dist.get_world_size())])
+
+
 def destroyed_while_others_call() -> None:
     init()
-    dist.barrier()
+    leave_a_barrier_together()
     if dist.get_rank():
         error = raised(lambda: dist.all_reduce(torch.ones(3)))
         assert "rank 0 called close() after call 1, but" in str(error), error
@@ -111,11 +119,8 @@ def initialized_again_after_a_failure() -> None:
     """A rank that learns of the failure in ``destroy_process_group`` can make a new group."""
     options = options_of_one_store()
     init(timeout=timedelta(seconds=30), **options)
-    dist.barrier()
-    store, rank = group().get_group_store(), dist.get_rank()
-    store.set(f"left the barrier/{rank}", "")
-    if rank == 0:
-        store.wait([f"left the barrier/{each}" for each in range(dist.get_world_size())])
+    leave_a_barrier_together()
+    if dist.get_rank() == 0:
         group().communicator.revoke("a reason")
     dist.destroy_process_group()
     init(timeout=timedelta(seconds=30), **options)

@@ -181,6 +181,7 @@ def revoked() -> tuple[str, bool]:
             time.sleep(0.5)
             symmetric = comm._participant.on_host.local._group.symmetric  # type: ignore[union-attr]
             symmetric._shared[0].peers[0].data[:] = 1
+            comm.abort()
             return "", bool((x == 5).all())
         threading.Timer(0.3, comm.revoke).start()
         try:
@@ -209,6 +210,7 @@ def interrupted() -> tuple[bool, bool]:
                 time.sleep(0.001)
             time.sleep(0.5)
             host.local._group.symmetric._shared[0].peers[0].data[:] = 1  # type: ignore[union-attr]
+            comm.abort()
             return True, True
 
         def repeat(x: Any, out: Any, rest: Any) -> Any:

@@ -76,6 +76,36 @@ def close_before_the_last_call(count: int, shm: int) -> tuple[str, float]:
     return text, time.monotonic() - begin
 
 
+def closed_after_the_end(seen: str) -> list[str]:
+    """Let rank 1 revoke, and call `close` once each rank knows; return the errors of `close`.
+
+    `seen` says where rank 0 has seen the error before: "nowhere", "in a call", or "in a child",
+    a call on a communicator that is derived, and closed first.
+    """
+    found: list[str] = []
+    comm = r2ccl.init()
+    child = comm.dup()
+    comm.barrier()
+    if comm.rank == 1:
+        # The barrier of rank 0 may be waiting for a confirmation only.
+        comm.recv(np.empty(1), 0)
+        comm.revoke("a reason")
+    else:
+        comm.send(np.ones(1), 1)
+        while comm._job.engine.error is None:
+            time.sleep(0.001)
+        if seen != "nowhere":
+            with raises(r2ccl.CommunicatorRevoked, "a reason"):
+                (child if seen == "in a child" else comm).barrier()
+    for closed in (child, comm):
+        try:
+            closed.close()
+        except r2ccl.R2cclError as exc:
+            found.append(f"{type(exc).__name__}: {exc}")
+    comm.close()
+    return found
+
+
 def closed_in_two_threads(path: str, is_child: bool) -> list[str]:
     """Close a communicator in two threads at once; return what is wrong when they return.
 
