@@ -19,6 +19,7 @@ from r2ccl.topology import LinkEvent, LinkMonitor
 
 ARRIVES_S = 3.0
 SILENCE_S = 0.15
+AGAIN_S = 0.05
 
 End = tuple[int, int]
 
@@ -49,21 +50,27 @@ def bound(lab: Lab, end: End, kind: socket.SocketKind) -> socket.socket:
 
 
 def reaches(lab: Lab, source: End, target: End, timeout_s: float = ARRIVES_S) -> bool:
-    """Return whether a datagram arrives, with the address it was sent from."""
+    """Return whether a datagram arrives, with the address it was sent from.
+
+    It is sent repeatedly: the kernel drops one whose ARP requests began while the NIC was down.
+    """
     with (
         bound(lab, source, socket.SOCK_DGRAM) as sender,
         bound(lab, target, socket.SOCK_DGRAM) as receiver,
     ):
-        receiver.settimeout(timeout_s)
-        try:
-            sender.sendto(b"ping", receiver.getsockname())
-            return receiver.recvfrom(16) == (b"ping", sender.getsockname())
-        except TimeoutError:
-            return False
-        except OSError as exc:
-            if exc.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-                raise
-            return False
+        receiver.settimeout(AGAIN_S)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                sender.sendto(b"ping", receiver.getsockname())
+                return receiver.recvfrom(16) == (b"ping", sender.getsockname())
+            except TimeoutError:
+                continue
+            except OSError as exc:
+                if exc.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+                    raise
+                time.sleep(AGAIN_S)
+    return False
 
 
 def connected(lab: Lab, source: End, target: End) -> tuple[socket.socket, socket.socket]:
