@@ -128,7 +128,7 @@ def init(
     if not (comm is None or all(hasattr(comm, name) for name in _EXCHANGE)):
         raise InvalidArgument(
             f"comm={comm!r}: pass a communicator of mpi4py, or leave it out if a launcher, such as "
-            "`r2ccl launch`, started the process; settings are keywords"
+            "`r2ccl launch`, started the process; pass settings by keyword, as in timeout_s=30"
         )
     if not (faults is None or hasattr(faults, "wrap")):
         raise InvalidArgument(

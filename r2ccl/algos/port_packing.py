@@ -62,15 +62,16 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
     ------
     InvalidArgument
         If the rails do not connect all nodes; if `shares` is empty, its rows are empty or differ in
-        length, or a share is out of range; or if `most` is below 1.
+        length, or a share is no integer or out of range; or if `most` is below 1.
     """
     if most < 1:
         raise InvalidArgument(f"most={most}: give 1 tree or more")
     is_table = len({len(row) for row in shares}) == 1 and len(shares[0]) > 0
-    if not is_table or not all(0 <= share < _PRICE for row in shares for share in row):
+    every = [share for row in shares for share in row]
+    if not is_table or not all(type(each) is int and 0 <= each < _PRICE for each in every):
         raise InvalidArgument(
-            f"shares={shares}: give one row per node, all of one length, with shares of 0 to "
-            f"{_PRICE - 1}"
+            f"shares={shares}: give one row per node, all of the same length, at least 1, with "
+            f"integer shares of 0 to {_PRICE - 1}"
         )
     found = [(time, edges) for damping in _DAMPINGS for time, edges in _grow(shares, most, damping)]
     least = min(time for time, _ in found) * _AS_GOOD

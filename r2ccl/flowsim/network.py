@@ -196,10 +196,11 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     def _check_tables(self) -> None:
         lengths = [[len(row) for row in table] for table in (self.egress, self.ingress)]
         if not self.egress or not self.egress[0] or lengths[0] != lengths[1]:
-            allowed = "one row per node, all of one length above 0, equal in both"
+            allowed = "one row per node, all of the same length above 0, equal in both"
             raise _wrong("row lengths of egress, ingress", lengths, allowed)
         if len(set(lengths[0])) > 1:
-            raise _wrong("row lengths of egress", lengths[0], "one row per node, all of one length")
+            allowed = "one row per node, all of the same length"
+            raise _wrong("row lengths of egress", lengths[0], allowed)
         if min(self.nodes) < 0 or max(self.nodes) >= self.nnodes:
             raise _wrong("nodes", self.nodes, f"0 to {self.nnodes - 1} for every rank")
         for change in self.changes:

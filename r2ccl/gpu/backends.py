@@ -324,7 +324,10 @@ class BackendSelector:
         )
 
     def _find_affinity(self, device: Device) -> NicAffinity | None:
-        """Return the rails near each rank's GPU, and PXN routes; None if the rails are sockets."""
+        """Return the home rails of all ranks and the PXN routes of this rank.
+
+        Return None if the rails are sockets.
+        """
         if not self._labels:
             return None
         return find_nic_affinity(

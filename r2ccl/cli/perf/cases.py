@@ -196,14 +196,16 @@ def place(
     in_place: bool,
     move: Callable[[Array], Any] = lambda block: block,
 ) -> Buffers:
-    """Return the arrays of a call on `data`; with `in_place`, they share memory if there are two.
+    """Return the arrays of a call on a copy of `data`.
 
-    `move` copies an array to the memory that is measured, for example to a GPU.
+    If there are two and `in_place`, they share memory. `move` brings an array to the memory that is
+    measured, for example to a GPU; it may return its argument.
     """
     count = case.receives(rank)
     if data is None or count is None or not in_place:
-        untouched = None if count is None else np.full(count, UNTOUCHED, case.dtype)
-        return Buffers(*(None if each is None else move(each) for each in (data, untouched)))
+        x = None if data is None else move(data.copy())
+        out = None if count is None else move(np.full(count, UNTOUCHED, case.dtype))
+        return Buffers(x, out)
     part = case.part(rank)
     if case.form.sends is DataExtent.PART:
         block = np.full(count, UNTOUCHED, case.dtype)

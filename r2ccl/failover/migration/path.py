@@ -1,4 +1,4 @@
-"""Path: the connection of two ranks over one rail, and the state machine for its failures.
+"""Path: the connection of two ranks over one rail, and the state machine of its end.
 
 Theory of operation
 -------------------
@@ -10,19 +10,23 @@ both ends detect the failure at the same time, the exchange is the same. Each co
 ends an *epoch*: announcements of earlier epochs are stale, and the path is connected again only
 under the number of the next epoch, which the handshake of the new connection includes.
 
+The events are FAILED, this end found evidence of a failure; ANNOUNCED, the peer's announcement
+arrived; FENCED and OPENED, the fence or the connection of this end is done; and CLOSED, this rank
+closes the path because it is idle, with the same exchange as after a failure.
+
 ::
 
     state    event     -> state    actions
     -------------------------------------------------------------------
-    UP       FAILED    -> FENCING  fence            evidence found here
+    UP       FAILED    -> FENCING  fence
     UP       ANNOUNCED -> FENCING  fence            the peer has fenced its end
-    UP       CLOSED    -> FENCING  fence            idle
+    UP       CLOSED    -> FENCING  fence
     FENCING  FENCED    -> FENCED   announce         what this end received
-    FENCED   ANNOUNCED -> DOWN     resume, redial   epoch + 1
+    FENCED   ANNOUNCED -> DOWN     resume, redial   the next epoch begins
     DOWN     OPENED    -> UP       use
     DOWN     ANNOUNCED -> DOWN     announce, resume, redial
                                    this end was not open in the epoch
-    DOWN     CLOSED    -> FENCED   announce         idle; no connection of this epoch is used later
+    DOWN     CLOSED    -> FENCED   announce         no connection of this epoch is used later
 
 An announcement that arrives while this end is FENCING is kept until the fence is done. The lower
 rank's announcement also proposes a new rail for every channel without a route, if a path is up. The

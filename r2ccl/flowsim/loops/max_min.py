@@ -9,12 +9,12 @@ all links that share a port with it, directly or through further links, are reco
 
 Batches
 -------
-At each event, slices of which at most ``tolerance`` times their size is left end in the same batch.
-The search for them stops at a slice with more left, and may miss slices that end after that one.
-The bytes left are sent with the link's next slice, so no port exceeds its bandwidth; those of the
-last slice are not sent. In measurements of rings, double binary trees and packed trees over 8
-nodes, a tolerance of 0.001 changes the total time by less than 0.01 %, and a tolerance of 0.01 by
-less than 0.05 %.
+At each event, the slices that are due end in one batch, and with them slices of which at most
+``tolerance`` times their size is left. The search for these goes down the heap only below slices
+that end, so it may miss one that is below a slice with more left. The bytes left are sent with the
+link's next slice, so no port exceeds its bandwidth; those of the last slice are not sent. In
+measurements of rings, double binary trees and packed trees over 8 nodes, a tolerance of 0.001
+changes the total time by less than 0.01 %, and a tolerance of 0.01 by less than 0.05 %.
 
 References
 ----------

@@ -292,7 +292,8 @@ def _shape(x: Any) -> tuple[int, ...]:
         return tuple(x.shape)
     if is_device_array(x):
         raise InvalidArgument(
-            f"{type_name(x)} was given without an output, which r2ccl cannot allocate: pass out="
+            f"{type_name(x)} in CUDA memory was given without an output, which r2ccl allocates "
+            "only for arrays of torch, CuPy and Numba: pass out=, a writable array in CUDA memory"
         )
     shape: tuple[int, ...] = host_array(x).shape
     return shape

@@ -449,7 +449,10 @@ class CompiledProgram:
         self.slots[0] = row
 
     def last_op(self, *, is_running: bool) -> int:
-        """Return the number of the last call, or of the one before it if `is_running`; 0: none."""
+        """Return the number of the last call, or of the one before it if `is_running`.
+
+        0: it has made none since it was held.
+        """
         newest = self.view[at.NREPEATS] - is_running
         return 0 if newest < 0 else int(self.slots[newest % self.nslots, 0])
 

@@ -47,8 +47,8 @@ def test_changes_come_in_the_order_of_their_times() -> None:
     [
         (lambda: Network(egress=()), "one row per node"),
         (lambda: Network(egress=((),)), "one row per node"),
-        (lambda: Network(egress=((1.0,), (1.0, 2.0))), "of one length"),
-        (lambda: Network(egress=((1.0,),), ingress=((1.0, 1.0),)), "of one length"),
+        (lambda: Network(egress=((1.0,), (1.0, 2.0))), "of the same length"),
+        (lambda: Network(egress=((1.0,),), ingress=((1.0, 1.0),)), "of the same length"),
         (lambda: Network.uniform(2, 1, -1.0), "bandwidth=-1.0"),
         (lambda: Network.uniform(2, 1, math.inf), "bandwidth=inf"),
         (lambda: Network.uniform(2, 1, math.nan), "bandwidth=nan"),
