@@ -501,12 +501,21 @@ class DataLoop:
             self._control.is_busy = self._sleeping = False
 
     def repeat(
-        self, caller: Caller, program: CompiledProgram, repeat: Repeat, x: Any, out: Any, rest: Any
+        self,
+        caller: Caller,
+        program: CompiledProgram,
+        switch: Callable[[CompiledCalls], bool],
+        repeat: Repeat,
+        x: Any,
+        out: Any,
+        rest: Any,
     ) -> Any:
         """Return ``repeat(x, out, rest)``, which repeats the held call, the last one of `program`.
 
-        Return NotImplemented, without repeating the call, if `program` has no held call or the loop
-        has other work. If timers are due, run them.
+        If another program has run since, first call ``switch(compiled)``, which lets `program` run
+        again or returns False, and may not wait. Return NotImplemented, without repeating the call,
+        if no call is held, the loop has other work, or ``switch`` returns False. If timers are due,
+        run them.
         """
         owner, compiled = self.owner, self.compiled
         assert compiled is not None
@@ -514,7 +523,7 @@ class DataLoop:
             return NotImplemented
         try:
             held = compiled.held if owner.acquire(blocking=False) else None
-            if held is None or held.program is not program:
+            if held is None:
                 return NotImplemented
             try:
                 # As in `run_compiled`, the flag is set before the checks.
@@ -523,6 +532,8 @@ class DataLoop:
                     return NotImplemented
                 if self._is_tick_due:
                     self._tick_between_repetitions(compiled)
+                    return NotImplemented
+                if held.program is not program and not switch(compiled):
                     return NotImplemented
                 return repeat(x, out, rest)
             except BaseException as exc:
@@ -534,24 +545,6 @@ class DataLoop:
             self.release()
             if self.inbox:
                 self._control.call_soon(self.serve)
-
-    def switch(self, caller: Caller, switch: Callable[[CompiledCalls], bool]) -> bool:
-        """Return ``switch(compiled)``, which lets `repeat` run the call of another program.
-
-        Return False if another thread, or a call that this thread has interrupted, owns the loop.
-        ``switch`` may not wait.
-        """
-        owner, compiled = self.owner, self.compiled
-        assert compiled is not None
-        if owner._is_owned():  # type: ignore[attr-defined]
-            return False
-        try:
-            return owner.acquire(blocking=False) and switch(compiled)
-        except BaseException as exc:
-            self.give_up(caller, exc)
-            raise
-        finally:
-            self.release()
 
     def _tick_between_repetitions(self, compiled: CompiledCalls) -> None:
         """Settle the held call and run the timers; run the data loop only if it has other events.

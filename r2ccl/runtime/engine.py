@@ -569,14 +569,11 @@ class Engine:
         held = None if compiled is None else compiled.held
         return None if held is None or held.current.calls is not self._calls else held.program
 
-    def switch(self, program: CompiledProgram) -> bool:
-        """Let the function that `repeat_of` returned for `program` run; return False if it cannot.
-
-        It cannot if the call would have another plan now, or nothing is held.
-        """
-        return self._loop.switch(self, partial(self._switch, program))
-
     def _switch(self, program: CompiledProgram, compiled: CompiledCalls) -> bool:
+        """Let the last call of `program` be repeated; return False if it cannot be.
+
+        It cannot be repeated if it would have another plan now, or nothing is held.
+        """
         agreement, local = self._agreement, self._local
         health = self.whole_health if agreement is None else agreement.steady
         is_steady = health is not None and program.health is health
@@ -619,7 +616,7 @@ class Engine:
             proceed=proceed,
             kept=(program, form, words, memory, x.dtype, out.dtype),
         )
-        return partial(loop.repeat, self, program, repeat)
+        return partial(loop.repeat, self, program, partial(self._switch, program), repeat)
 
     def proceed(self, program: CompiledProgram, lanes: HostLanes, result: int) -> None:
         """Continue a repeated call whose compiled loop has returned `result`."""

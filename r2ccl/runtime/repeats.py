@@ -108,10 +108,9 @@ class Repeats:
         found = self._by_key.get(_key(make, x, array, out, rest[0]))
         if found is None:
             return NotImplemented
-        prepared, repeat, _ = found
-        is_tried = repeat is self.last.get(make) and array is x and target is out
-        if not self.is_possible(prepared, is_tried=is_tried):
-            return NotImplemented
+        repeat = found[1]
+        if repeat is self.last.get(make) and array is x and target is out:
+            return NotImplemented  # it was tried just now
         result = repeat(array, target, rest)
         if result is NotImplemented:
             return NotImplemented
@@ -119,13 +118,6 @@ class Repeats:
         if result is array:
             return x
         return out if result is target else result
-
-    def is_possible(self, prepared: object, *, is_tried: bool) -> bool:
-        """Prepare a repetition of the call `prepared`; return False if it would not be repeated.
-
-        `is_tried` is True if it was not repeated just now.
-        """
-        return not is_tried
 
     def forget(self) -> None:
         """Forget all calls; any thread may call this method at any time."""
@@ -202,13 +194,6 @@ class NetworkRepeats(Repeats):
             )
 
         self.remember(make, x, out, rest, request, program, repeat_of)
-
-    def is_possible(self, prepared: object, *, is_tried: bool) -> bool:
-        """Implement `Repeats.is_possible`."""
-        if prepared is self._engine.held_program:
-            return not is_tried
-        assert isinstance(prepared, CompiledProgram)
-        return self._engine.switch(prepared)
 
     def forget(self) -> None:
         """Implement `Repeats.forget`."""

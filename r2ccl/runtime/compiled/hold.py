@@ -97,7 +97,10 @@ class HeldCalls:
     def take_over(self, program: CompiledProgram) -> None:
         """Note that `program` makes the calls after call `op`."""
         program.view[at.OP] = self.op
-        self._turns.append((self.op + program.view[at.OP_STEP], program))
+        turns, first_op = self._turns, self.op + program.view[at.OP_STEP]
+        if turns and turns[-1][0] == first_op:  # the program that took over last made no call
+            turns.pop()
+        turns.append((first_op, program))
 
     def settle(self) -> None:
         """Bring numbers and signatures of the calls to the state after call `op`."""

@@ -30,7 +30,6 @@ from r2ccl.runtime.compiled.layout import (
     MESSAGE_NWORDS,
     UNEXPECTED,
 )
-from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.messages.driver import MessageDriver
 from r2ccl.runtime.messages.matching import ANY, Message
@@ -206,16 +205,9 @@ class DirectCalls:
         if call is None or call.program is None:
             return NOT_RUN
         switch = partial(self._switch, call, sent, received)
-        if self._is_other(call.program) and not self._loop.switch(self._caller, switch):
-            return NOT_RUN
         again = partial(self._again, key, call)
-        found = self._loop.repeat(self._caller, call.program, again, sent, received, None)
+        found = self._loop.repeat(self._caller, call.program, switch, again, sent, received, None)
         return NOT_RUN if found is NotImplemented else found
-
-    def _is_other(self, program: CompiledProgram) -> bool:
-        """Return whether the current held program is another one."""
-        held = self._compiled.held
-        return held is not None and held.program is not program
 
     def _switch(
         self,
@@ -236,16 +228,6 @@ class DirectCalls:
         """Repeat the last direct call, if it has this key; see `Way.repeat`."""
         exchange = self._exchange
         if exchange is None or exchange.key != key:
-            return NOT_RUN
-        program = exchange.call.program
-        assert program is not None
-
-        def switch(compiled: CompiledCalls) -> bool:
-            # The program is held as long as the exchange is the same.
-            is_held = self._exchange is exchange
-            return is_held and compiled.switch(program, self._driver.calls, self._on_settled)
-
-        if self._is_other(program) and not self._loop.switch(self._caller, switch):
             return NOT_RUN
         found = exchange.run(x, out, ())
         return NOT_RUN if found is NotImplemented else found
@@ -292,11 +274,17 @@ class DirectCalls:
                 return NotImplemented
             return outcome
 
+        def switch(compiled: CompiledCalls) -> bool:
+            # The program is held as long as the exchange is the same.
+            is_held = self._exchange is not None and self._exchange.words is words
+            return is_held and compiled.switch(program, self._driver.calls, self._on_settled)
+
         sent, received = _without_array(sent), _without_array(received)
-        assert call.program is not None
+        program = call.program
+        assert program is not None
         repeat = repeat_of(
             self._compiled.repeated_message,
-            call.program.address,
+            program.address,
             data_of(array),
             (),
             uses_input=True,
@@ -304,7 +292,7 @@ class DirectCalls:
             proceed=proceed,
             kept=(call, form, array, x.dtype, out.dtype),
         )
-        again = partial(self._loop.repeat, self._caller, call.program, run)
+        again = partial(self._loop.repeat, self._caller, program, switch, run)
         self._exchange = _RepeatedExchange(key, call, to, source, words, again)
 
     def _on_settled(self, op: int) -> None:
