@@ -35,7 +35,7 @@ from r2ccl.kernels.arrays import DATA, word_at
 from r2ccl.kernels.native import address_of, callable_of, must_compile
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
-from r2ccl.runtime.compiled.hold import HeldPrograms, Totals
+from r2ccl.runtime.compiled.hold import HeldPrograms, Totals, preload_hand_over
 from r2ccl.runtime.compiled.program import UNUSED, CompiledProgram, LinkPair, is_supported
 from r2ccl.runtime.compiled.replay import Replay, restore_bytes
 from r2ccl.runtime.executor import HostLanes, LaneRun
@@ -720,6 +720,7 @@ def preload() -> None:
     """
     for loop in (_LOOP, _REPEATED, _REPEATED_MESSAGE):
         callable_of(loop)
+    preload_hand_over()
 
 
 _ENDED = _Ended()

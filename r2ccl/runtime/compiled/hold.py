@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ import numpy.typing as npt
 from r2ccl.failover.migration.calls import HISTORY, Calls
 from r2ccl.failover.migration.links import Consumer
 from r2ccl.failover.migration.path import Path
+from r2ccl.kernels.arrays import data_of
+from r2ccl.kernels.native import callable_of
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.runtime.compiled.program import ALIGNMENT, CompiledProgram
@@ -28,23 +31,11 @@ from r2ccl.transport.tcp.connection import Connection
 from r2ccl.types import PathKey
 
 
-class _SharedWords(NamedTuple):
-    """Words of a program that are also in the table of a hold.
+class _Shared(NamedTuple):
+    """Shared words of a program, see `r2ccl.runtime.compiled.hand_over`, and their address."""
 
-    Attributes
-    ----------
-    columns : ndarray of intp
-        Indices in the words of the program.
-    rows : ndarray of intp
-        Indices in the table.
-    ahead : ndarray of int64
-        Difference of the word in the table and that of the program, whose call has ended: the
-        number of its slices, or 0.
-    """
-
-    columns: npt.NDArray[np.intp]
-    rows: npt.NDArray[np.intp]
-    ahead: npt.NDArray[np.int64]
+    words: npt.NDArray[np.int64]
+    address: int
 
 
 class Totals(NamedTuple):
@@ -146,8 +137,8 @@ class HeldPrograms:
     """
 
     __slots__ = (
-        "_arena", "_links", "_members", "_paths", "_table", "_used_nbytes", "all_calls", "conns",
-        "current", "ncalls", "program", "totals",
+        "_arena", "_compiled", "_links", "_members", "_paths", "_table", "_table_at",
+        "_used_nbytes", "all_calls", "conns", "current", "ncalls", "program", "totals",
     )  # fmt: skip
 
     def __init__(
@@ -168,10 +159,12 @@ class HeldPrograms:
         self._arena = program.arena
         self._used_nbytes = program.nslots * program.arena_nbytes
         #: Shared words of each program; empty until a second program takes over.
-        self._members: dict[CompiledProgram, _SharedWords] = {}
+        self._members: dict[CompiledProgram, _Shared] = {}
         #: Table of the shared words; index of the first word of each link, by peer and channel, and
         #: of each path.
         self._table = np.empty(0, np.int64)
+        self._table_at = 0
+        self._compiled = callable_of(_HAND_OVER)
         self._links: dict[tuple[int, int], int] = {}
         self._paths: dict[PathKey, int] = {}
 
@@ -213,8 +206,7 @@ class HeldPrograms:
 
         `calls` and `on_settled` are those of its communicator, see `HeldCalls`.
         """
-        self._export(self.program)
-        self._import(program)
+        self._hand_over(self.program, program, is_ended=True)
         self.current.op = self.program.view[at.OP]
         current = self.all_calls.get(calls)
         if current is None:
@@ -238,10 +230,10 @@ class HeldPrograms:
         words = self.program.view
         self.current.op = words[at.OP] - (words[at.OP_STEP] if is_running else 0)
         if self._members:
-            self._export(self.program, is_running=is_running)
+            self._hand_over(self.program, None, is_ended=not is_running)
             for program in self._members:
                 if program is not self.program:
-                    self._import(program)
+                    self._hand_over(None, program, is_ended=True)
 
     def others(self) -> list[Connection]:
         """Return the connections that the current program does not use, after `spread`."""
@@ -255,51 +247,71 @@ class HeldPrograms:
 
     # Programs
 
-    def _share(self, program: CompiledProgram) -> _SharedWords:
-        """Return the shared words of a program; add those that are new to the table."""
-        columns: list[int] = []
-        rows: list[int] = []
-        ahead: list[int] = []
+    def _share(self, program: CompiledProgram) -> _Shared:
+        """Return the shared words of a program; extend the table by those that it lacks."""
+        entries: list[tuple[int, int, int]] = []
         for end in program.ends:
             key = end.sender.peer, end.sender.channel
             if key not in self._links:
                 sender, receiver = end.sender, end.receiver
                 counts = sender.posted, sender.confirmed, receiver.posted, receiver.posted
                 self._links[key] = self._extend((*counts, receiver.acked))
-            columns += [end.row + word for word in _LINK_WORDS]
-            rows += range(self._links[key], self._links[key] + _NLINK)
-            ahead += [end.nsends, 0, end.nreceives, 0, 0]
+            ahead = end.nsends, 0, end.nreceives, 0, 0
+            entries += _entries(end.row, _LINK_WORDS, self._links[key], ahead)
         for number, path in enumerate(program.paths):
             if path not in self._paths:
                 conn = self.conns[path]
                 self._paths[path] = self._extend((conn.parsed, conn.filled))
             start = program.conns_at + at.CONN_NWORDS * number
-            columns += [start + word for word in _CONN_WORDS]
-            rows += range(self._paths[path], self._paths[path] + _NCONN)
-            ahead += [0] * _NCONN
-        return _SharedWords(
-            np.array(columns, np.intp), np.array(rows, np.intp), np.array(ahead, np.int64)
-        )
+            entries += _entries(start, _CONN_WORDS, self._paths[path], (0, 0))
+        head = data_of(program.words), len(entries)
+        words = np.array([*head, *chain.from_iterable(entries)], np.int64)
+        return _Shared(words, data_of(words))
 
     def _extend(self, words: Sequence[int]) -> int:
         """Append words to the table; return the index of the first one."""
         start = self._table.size
         self._table = np.concatenate((self._table, np.array(words, np.int64)))
+        self._table_at = data_of(self._table)
         return start
 
-    def _export(self, program: CompiledProgram, *, is_running: bool = False) -> None:
-        columns, rows, ahead = self._members[program]
-        found = program.words[columns]
-        self._table[rows] = found if is_running else found + ahead
+    def _hand_over(
+        self, source: CompiledProgram | None, target: CompiledProgram | None, *, is_ended: bool
+    ) -> None:
+        """Copy the shared words of `source` to the table, then those of `target` from there.
 
-    def _import(self, program: CompiledProgram) -> None:
-        columns, rows, ahead = self._members[program]
-        program.words[columns] = self._table[rows] - ahead
+        `is_ended` is False if the call of `source` is running.
+        """
+        members = self._members
+        giver = 0 if source is None else members[source].address
+        taker = 0 if target is None else members[target].address
+        self._compiled(giver, is_ended, taker, self._table_at)
+
+
+def _entries(
+    column: int, words: Sequence[int], row: int, ahead: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the entries of some words of a link or connection; see `hand_over`."""
+    for number, (word, more) in enumerate(zip(words, ahead, strict=True)):
+        yield column + word, row + number, more
 
 
 #: Shared words of a link, and of a connection.
 _LINK_WORDS = (at.FIRST_SENT, at.CONFIRMED, at.FIRST_RECEIVED, at.CONSUMED, at.ACKED)
 _CONN_WORDS = (at.PARSED, at.FILLED)
-_NLINK, _NCONN = len(_LINK_WORDS), len(_CONN_WORDS)
+_NCONN = len(_CONN_WORDS)
+_HAND_OVER = "r2ccl.runtime.compiled.hand_over:make_hand_over"
 
-__all__ = ["HeldCalls", "HeldPrograms", "Totals"]
+
+def preload_hand_over() -> None:
+    """Load the compiled hand-over; compile it if this host does not have it yet.
+
+    Raises
+    ------
+    ImportError, TransportError
+        As `r2ccl.kernels.native.callable_of`.
+    """
+    callable_of(_HAND_OVER)
+
+
+__all__ = ["HeldCalls", "HeldPrograms", "Totals", "preload_hand_over"]

@@ -255,6 +255,8 @@ class DirectCalls:
         words[IS_ANSWERED] = to is not None and to == source
         self._driver.export_counts(words, to, source)
 
+        program = call.program
+        assert program is not None
         outcome: Outcome = message
 
         def proceed(x: Any, out: Any, result: int) -> None:
@@ -280,8 +282,6 @@ class DirectCalls:
             return is_held and compiled.switch(program, self._driver.calls, self._on_settled)
 
         sent, received = _without_array(sent), _without_array(received)
-        program = call.program
-        assert program is not None
         repeat = repeat_of(
             self._compiled.repeated_message,
             program.address,

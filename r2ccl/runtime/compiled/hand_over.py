@@ -1,0 +1,51 @@
+"""Hand-over of the newest state of links from one held program to another, in compiled code.
+
+Held programs share some of their words, see `r2ccl.runtime.compiled.hold`. A program is given to
+`make_hand_over` as an array of 64-bit words: `WORDS`, `NSHARED`, then for each shared word its
+index in the program's words, its index in the table of all shared words, and its `ahead`: the word
+in the table minus that of the program, once the program's call has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from r2ccl.shm.atomics import words_at
+
+#: Address of the program's words; number of its shared words; index of the first of their entries.
+WORDS, NSHARED, FIRST = 0, 1, 2
+#: Words of an entry.
+NENTRY = 3
+
+
+def make_hand_over() -> Callable[[int, int, int, int], int]:
+    """Return the function that hands the state over, for `r2ccl.kernels.native`.
+
+    Returns
+    -------
+    callable
+        ``hand_over(source, is_ended, target, table)`` takes the addresses of a program's shared
+        words, or 0 for none, and of the table. It copies the words of `source` to the table, and
+        those of `target` from there. `is_ended` is 1 if the call of `source` has ended. The call of
+        `target` has ended. Returns 0.
+    """
+
+    def hand_over(source: Any, is_ended: Any, target: Any, table: Any) -> Any:
+        rows = words_at(table)
+        if source:
+            shared = words_at(source)
+            words = words_at(shared[WORDS])
+            for entry in range(FIRST, FIRST + NENTRY * shared[NSHARED], NENTRY):
+                rows[shared[entry + 1]] = words[shared[entry]] + shared[entry + 2] * is_ended
+        if target:
+            shared = words_at(target)
+            words = words_at(shared[WORDS])
+            for entry in range(FIRST, FIRST + NENTRY * shared[NSHARED], NENTRY):
+                words[shared[entry]] = rows[shared[entry + 1]] - shared[entry + 2]
+        return 0
+
+    return hand_over
+
+
+__all__ = ["FIRST", "NENTRY", "NSHARED", "WORDS", "make_hand_over"]
