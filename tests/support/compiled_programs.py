@@ -285,7 +285,7 @@ def switches() -> tuple[int, int, int]:
     The calls are collectives of two communicators, and exchanges of messages.
     """
     with _two_communicators() as (comm, other, repeats):
-        changes = count_results(comm._engine._loop, "switch", False)
+        changes = count_results(comm._engine._loop.compiled, "switch", False)
         parts = [_data(0, each, 12 * comm.nranks) for each in range(comm.nranks)]
         halves = [each[: each.size // 2] for each in parts]
         calls = [
