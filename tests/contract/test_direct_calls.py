@@ -115,3 +115,7 @@ def test_a_later_message_does_not_stall_a_long_one() -> None:
 def test_a_short_message_before_a_grant_is_not_the_grant() -> None:
     found = launch(functools.partial(programs.before_the_grant, 60), 2, timeout_s=60.0)
     assert found == [(0, 0), (0, 0)]
+
+
+def test_an_exchange_whose_program_another_thread_drops_is_exact() -> None:
+    assert launch(programs.loses_its_program, 2, timeout_s=60.0) == [(True, True)] * 2

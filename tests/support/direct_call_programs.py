@@ -363,6 +363,42 @@ def before_the_grant(nrounds: int) -> tuple[int, int]:
         return nwrong, len(comm.repairs())
 
 
+def loses_its_program() -> tuple[bool, bool]:
+    """Repeat an exchange while another thread makes the same one, which leaves compiled code.
+
+    Return whether the other exchange came in between, and whether the result is exact.
+    """
+    with r2ccl.init(shm="0", compiled="1") as comm, ThreadPoolExecutor(1) as pool:
+        compiled, peer = compiled_of(comm), 1 - comm.rank
+        direct: Any = comm._engine.messenger._network._calls
+        forms = [(np.full(count, comm.rank), np.empty(count, np.int64)) for count in (10, 20)]
+
+        def exchange(number: int) -> None:
+            x, out = forms[number]
+            comm.sendrecv(x, peer, out, peer, tag=number, recv_tag=number)
+
+        def beside() -> None:
+            comm.health()  # settles, so that the exchange is not a repetition
+            compiled.limit = -1
+            exchange(0)
+            compiled.limit = 0
+            exchange(1)
+
+        for number in (0, 0, 0, 0, 1, 1, 1, 1):
+            exchange(number)
+        is_other, came = direct._is_other, []
+
+        def look(program: Any) -> bool:
+            direct._is_other = is_other
+            pool.submit(beside).result()
+            came.append(program)
+            return bool(is_other(program))
+
+        direct._is_other = look
+        exchange(0)
+        return bool(came), bool((forms[0][1] == peer).all())
+
+
 def _ring(comm: Communicator, number: int, chance: random.Random) -> bool:
     """Send to the next rank and receive from the previous one, which may be the same rank."""
     count, tag = chance.choice(COUNTS), chance.randrange(3)

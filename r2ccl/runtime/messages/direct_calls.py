@@ -217,12 +217,13 @@ class DirectCalls:
         compiled: CompiledCalls,
     ) -> bool:
         """Let `repeat` repeat `call`, as the owner of the data loop; return False if it cannot."""
-        assert call.program is not None
+        program = call.program
         self._on_settled(0)
-        if self._driver.has_waiting or not self._is_possible(sent, received):
+        # Another thread may have run the call since, and it was not held then.
+        if program is None or self._driver.has_waiting or not self._is_possible(sent, received):
             return False
         scratch = call.lanes(sent, received).scratch
-        return compiled.switch(call.program, self._driver.calls, self._on_settled, scratch)
+        return compiled.switch(program, self._driver.calls, self._on_settled, scratch)
 
     def repeat_exchange(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
         """Repeat the last direct call, if it has this key; see `Way.repeat`."""
