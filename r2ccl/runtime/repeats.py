@@ -207,7 +207,9 @@ def _key(make: Make, x: Any, array: Any, out: Any, first: Any) -> Hashable:
     `array` is a view of the input `x`, and `first` the first argument after the output.
     """
     form = (array.shape, array.dtype.num) if type(array) is np.ndarray else None
-    return make, type(x), form, out is None, first if type(first) in _FIXED else None
+    # Ranks that receive only, as in a scatter, have no input.
+    shape = out.shape if type(out) is np.ndarray else out is None
+    return make, type(x), form, shape, first if type(first) in _FIXED else None
 
 
 def _form(array: Array, target: Array) -> bytes:

@@ -240,8 +240,9 @@ class HeldPrograms:
         found = []
         for path, conn in self.conns.items():
             if path not in self.program.paths:
-                row = self._paths[path]
-                conn.parsed, conn.filled = self._table[row : row + _NCONN].tolist()
+                row = self._paths.get(path)
+                if row is not None:  # otherwise Ctrl-C came before its program was held
+                    conn.parsed, conn.filled = self._table[row : row + _NCONN].tolist()
                 found.append(conn)
         return found
 
