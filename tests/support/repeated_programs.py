@@ -245,3 +245,71 @@ def calls_after_one_in_python() -> int:
             comm.health()  # settles, which counts the call
             ncompiled += compiled.nfinished + compiled.nleft - before
         return ncompiled
+
+
+def beside_calls_of_another(ncalls: int) -> tuple[int, int]:
+    """Gather for two communicators in turn; rank 2 is late, so rank 1 is ahead with the second.
+
+    Return the number of wrong results, and of repetitions.
+    """
+    nwrong = 0
+    with (
+        r2ccl.init(shm="0", compiled="1") as comm,
+        comm.dup() as other,
+        counted_repeats(comm) as repeats,
+    ):
+        x, out = np.full(50, comm.rank), np.empty((comm.nranks, 50), np.int64)
+        ranks = np.arange(comm.nranks)[:, None]
+        for number in range(ncalls):
+            if comm.rank == comm.nranks - 1:
+                time.sleep(0.002)
+            for each in (comm, other):
+                out[:] = -1
+                each.gather(x + number, out)
+                if comm.rank == 0:
+                    nwrong += not (out == ranks + number).all()
+            comm.barrier()  # so that no rank is further ahead
+        return nwrong, len(repeats)
+
+
+def joins_despite_ctrl_c(nlines: int) -> tuple[int, int, int]:
+    """On rank 0, let a call join a held message with Ctrl-C before a later line, `nlines` times.
+
+    Return the number of wrong results, how often the message was held, and how often Ctrl-C came.
+    """
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        x, out, told = np.ones(50), np.empty(50), np.zeros(3)
+        engine, compiled, nwrong, nheld, ncame = comm._engine, compiled_of(comm), 0, 0, 0
+        for _ in range(5):
+            comm.allreduce(x, out)
+        program: Any = engine.held_program
+        for line in range(1, nlines + 1):
+            for number in range(2):
+                if comm.rank == 0:  # the message uses fewer connections than the call
+                    comm.send(told + number, 1)
+                elif comm.rank == 1:
+                    comm.recv(told, 0)
+                    nwrong += told[0] != number
+            with engine._loop.owner:
+                if comm.rank == 0 and compiled.held is not None and program is not None:
+                    given = program, engine._calls, engine._note_started
+                    ncame += interrupted.at_line(line, lambda given=given: compiled.switch(*given))
+                    nheld += 1
+                compiled.settle()
+            told[:] = 0
+            comm.allreduce(x, out)
+            nwrong += not (out == comm.nranks).all()
+        return nwrong, nheld, ncame
+
+
+def scatters_in_turn(ncalls: int) -> tuple[int, int]:
+    """Scatter parts of two sizes in turn; return wrong results and repetitions."""
+    with r2ccl.init(shm="0", compiled="1") as comm, counted_repeats(comm) as repeats:
+        wholes = [np.arange(comm.nranks * count).reshape(comm.nranks, -1) for count in (30, 70)]
+        outs, nwrong = [np.empty_like(whole[0]) for whole in wholes], 0
+        for _ in range(ncalls):
+            for whole, out in zip(wholes, outs, strict=True):
+                out[:] = -1
+                comm.scatter(whole if comm.rank == 0 else None, out)
+                nwrong += not np.array_equal(out, whole[comm.rank])
+        return nwrong, len(repeats)
