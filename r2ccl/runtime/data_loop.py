@@ -201,11 +201,20 @@ class DataLoop:
             self.compiled.settle()
 
     def release(self) -> None:
-        """Release the data loop if this thread owns it; wake the threads that stand aside."""
+        """Release the data loop if this thread owns it; wake the threads that stand aside.
+
+        Ctrl-C as this method begins leaves the loop owned. Calls of collectives and messages
+        therefore release ``owner`` themselves, which Ctrl-C cannot prevent, and then call
+        `wake_followers`.
+        """
         try:
             self.owner.release()
         except RuntimeError:  # not owned
             return
+        self.wake_followers()
+
+    def wake_followers(self) -> None:
+        """Wake the threads that stand aside; to be called once the data loop is released."""
         if self._followers:
             for follower in self._followers.copy():
                 follower.turn.set()
@@ -542,7 +551,12 @@ class DataLoop:
             finally:
                 self._control.is_busy = self._sleeping = False
         finally:
-            self.release()
+            try:  # see `release`
+                owner.release()
+            except RuntimeError:  # not owned
+                pass
+            else:
+                self.wake_followers()
             if self.inbox:
                 self._control.call_soon(self.serve)
 

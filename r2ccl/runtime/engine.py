@@ -543,7 +543,12 @@ class Engine:
             finally:
                 self._leave_call(is_calling)
         finally:
-            loop.release()
+            try:  # see `DataLoop.release`
+                self._owner.release()
+            except RuntimeError:  # not owned
+                pass
+            else:
+                loop.wake_followers()
         if loop.inbox:
             self._control.call_soon(loop.serve)
         loop.send_rest()

@@ -19,6 +19,30 @@ _LIBRARY = os.path.dirname(r2ccl.__file__)
 _FAKES = os.path.join(_LIBRARY, "testing")
 
 
+def at_entry(number: int, fn: Callable[[], object]) -> bool:
+    """Call `fn` with Ctrl-C as function `number` (from 1) of those of the library begins.
+
+    Python handles signals there. Returns False if `fn` calls fewer functions.
+    """
+    left = number
+
+    def on_call(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal left
+        left -= frame.f_code.co_filename.startswith(_LIBRARY)
+        if not left:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    sys.settrace(on_call)
+    try:
+        fn()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
 def at_line(number: int, fn: Callable[[], object]) -> bool:
     """Call `fn` with Ctrl-C before line `number` (from 1) of the library's lines that it runs.
 

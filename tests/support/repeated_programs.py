@@ -247,31 +247,6 @@ def calls_after_one_in_python() -> int:
         return ncompiled
 
 
-def beside_calls_of_another(ncalls: int) -> tuple[int, int]:
-    """Gather for two communicators in turn; rank 2 is late, so rank 1 is ahead with the second.
-
-    Return the number of wrong results, and of repetitions.
-    """
-    nwrong = 0
-    with (
-        r2ccl.init(shm="0", compiled="1") as comm,
-        comm.dup() as other,
-        counted_repeats(comm) as repeats,
-    ):
-        x, out = np.full(50, comm.rank), np.empty((comm.nranks, 50), np.int64)
-        ranks = np.arange(comm.nranks)[:, None]
-        for number in range(ncalls):
-            if comm.rank == comm.nranks - 1:
-                time.sleep(0.002)
-            for each in (comm, other):
-                out[:] = -1
-                each.gather(x + number, out)
-                if comm.rank == 0:
-                    nwrong += not (out == ranks + number).all()
-            comm.barrier()  # so that no rank is further ahead
-        return nwrong, len(repeats)
-
-
 def joins_despite_ctrl_c(nlines: int) -> tuple[int, int, int]:
     """On rank 0, let a call join a held message with Ctrl-C before a later line, `nlines` times.
 
@@ -313,3 +288,39 @@ def scatters_in_turn(ncalls: int) -> tuple[int, int]:
                 comm.scatter(whole if comm.rank == 0 else None, out)
                 nwrong += not np.array_equal(out, whole[comm.rank])
         return nwrong, len(repeats)
+
+
+def owned_after_ctrl_c(what: str) -> tuple[list[int], int]:
+    """On rank 0, press Ctrl-C as each function of a call begins, and shrink after it.
+
+    Return the numbers of the functions after which the data loop is owned, and the number of all.
+    """
+    comm, owned = r2ccl.init(shm="0", compiled="1"), []
+    x = np.ones(50)
+
+    def call() -> None:
+        if what == "allreduce":
+            comm.allreduce(x)
+        elif comm.rank == 0:
+            comm.send(x, 1)
+        else:
+            comm.recv(x, 0)
+
+    for number in range(1, 1000):
+        try:
+            for _ in range(4):
+                call()
+            if comm.rank:
+                call()
+                comm.barrier()
+                break
+            if not interrupted.at_entry(number, call):
+                comm.barrier()
+                break
+            if comm._engine._loop.owner._is_owned():  # type: ignore[attr-defined]
+                owned.append(number)
+        except r2ccl.R2cclError:
+            assert comm.rank
+        comm = comm.shrink()
+    comm.close()
+    return owned, number

@@ -113,17 +113,13 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
     Return EVENT if the frame was handled and an event was logged. Return TAKEN for a fragment of a
     slice that is not complete yet; only the fragment's confirmation may have been logged. Return
     MORE if bytes are missing, and FOREIGN if Python must handle the frame. If the frame belongs to
-    a later call or message, or to another communicator, set IS_STALLED, leave the frame in the
-    buffer and return MORE.
+    a later call or message, set IS_STALLED, leave the frame in the buffer and return MORE.
     """
     at = conn[BUFFER] + conn[PARSED]
     kind, channel, nbytes = load32(at) & 0xFF, load32(at + 4), load32(at + 8)
     seq, ack, op, signature = load64(at + 12), load64(at + 20), load64(at + 28), load64(at + 36)
-    if channel >> 16 != state[CONTEXT]:  # of another communicator, or a message
-        if is_awaited(state, number):
-            return FOREIGN  # a frame for which the call waits may follow
-        conn[IS_STALLED] = 1
-        return MORE
+    if channel >> 16 != state[CONTEXT]:
+        return FOREIGN
     found = -1
     for each in range(state[NPAIRS]):
         other = pair_of(state, each)

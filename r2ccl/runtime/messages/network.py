@@ -129,7 +129,12 @@ class NetworkMessages:
             finally:
                 caller.is_calling = is_calling and not loop.is_settled
         finally:
-            loop.release()
+            try:  # see `DataLoop.release`
+                loop.owner.release()
+            except RuntimeError:  # not owned
+                pass
+            else:
+                loop.wake_followers()
         loop.send_rest()
         return found
 
