@@ -255,9 +255,10 @@ def joins_despite_ctrl_c(nlines: int) -> tuple[int, int, int]:
     with r2ccl.init(shm="0", compiled="1") as comm:
         x, out, told = np.ones(50), np.empty(50), np.zeros(3)
         engine, compiled, nwrong, nheld, ncame = comm._engine, compiled_of(comm), 0, 0, 0
-        for _ in range(5):
+        program: Any = None
+        for _ in range(20):  # on a busy machine, not every call is held
             comm.allreduce(x, out)
-        program: Any = engine.held_program
+            program = engine.held_program or program
         for line in range(1, nlines + 1):
             for number in range(2):
                 if comm.rank == 0:  # the message uses fewer connections than the call
