@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from r2ccl.bootstrap.base import ControlPort
 from r2ccl.errors import (
@@ -51,6 +51,8 @@ from r2ccl.shm.repeat import Repeat
 from r2ccl.transport.tcp.transport import TcpTransport
 
 _log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 #: Duration in seconds of a sleep that lets another thread acquire the GIL.
 _GIVE_WAY_S = 50e-6
@@ -158,11 +160,51 @@ class DataLoop:
 
     # Ownership
 
+    def owned(self, fn: Callable[[], _T]) -> _T:
+        """Return ``fn()``, which runs while this thread owns the data loop.
+
+        A call in another thread that owns the loop stands aside.
+
+        Raises
+        ------
+        ConcurrentCalls
+            As `acquire`.
+        """
+        owner = self.owner
+        try:
+            self.acquire()
+            return fn()
+        finally:
+            # A method of the loop that released it could be interrupted by Ctrl-C as it begins.
+            try:
+                owner.release()
+            except RuntimeError:  # not owned
+                pass
+            else:
+                self.wake_followers()
+
+    def _owned_if_free(self, fn: Callable[[], _T], timeout_s: float = 0.0) -> _T | None:
+        """Return ``fn()`` as `owned`; None if another thread owns the loop for `timeout_s` seconds.
+
+        `fn` must call `settle_held` first.
+        """
+        owner = self.owner
+        try:
+            is_mine = owner.acquire(blocking=timeout_s > 0, timeout=timeout_s or -1)
+            return fn() if is_mine else None
+        finally:
+            try:
+                owner.release()
+            except RuntimeError:  # not owned
+                pass
+            else:
+                self.wake_followers()
+
     def acquire(self) -> None:
         """Become the owner of the data loop; a call in another thread that owns it stands aside.
 
-        Call this method inside of ``try: ... finally: release()``, so that the loop is released
-        even if Ctrl-C interrupts the method.
+        For calls that release ``owner`` themselves, as `owned` does: even if this method raises, it
+        may be owned.
 
         Raises
         ------
@@ -200,19 +242,6 @@ class DataLoop:
         if self.compiled is not None:
             self.compiled.settle()
 
-    def release(self) -> None:
-        """Release the data loop if this thread owns it; wake the threads that stand aside.
-
-        Ctrl-C as this method begins leaves the loop owned. Calls of collectives and messages
-        therefore release ``owner`` themselves, which Ctrl-C cannot prevent, and then call
-        `wake_followers`.
-        """
-        try:
-            self.owner.release()
-        except RuntimeError:  # not owned
-            return
-        self.wake_followers()
-
     def wake_followers(self) -> None:
         """Wake the threads that stand aside; to be called once the data loop is released."""
         if self._followers:
@@ -226,10 +255,7 @@ class DataLoop:
         """
         if self.owner._is_owned():  # type: ignore[attr-defined]
             return
-        try:
-            self._try_to_own()
-        finally:
-            self.release()
+        self._owned_if_free(self.settle_held)
         self.serve()
 
     def _stand_aside(self, caller: Caller, is_done: Callable[[], bool], deadline: float) -> None:
@@ -241,7 +267,8 @@ class DataLoop:
         was_calling = caller.is_calling
         self._followers.append(follower)
         caller.is_calling = False
-        self.release()
+        self.owner.release()
+        self.wake_followers()
         while self._newcomers or not self._try_to_own():
             follower.turn.wait(_TICK_S)
             follower.turn.clear()
@@ -270,33 +297,36 @@ class DataLoop:
             # A signal handler may run inside of the thread that owns the loop.
             if self.owner._is_owned():  # type: ignore[attr-defined]
                 return
-            try:
-                if not self._try_to_own():
-                    if self._sleeping:
-                        self._transport.wake()
-                    return
-                if self._is_closed:
-                    self.inbox.clear()
-                    return
-                for caller in self.callers.values():
-                    if caller.is_calling:
-                        caller.is_calling = False
-                        self.fail(
-                            CommunicatorRevoked(
-                                f"rank {self.rank}: a call was interrupted repeatedly, so its "
-                                "cleanup did not finish"
-                            )
+            if self._owned_if_free(self._serve_owned) is None:
+                if self._sleeping:
+                    self._transport.wake()
+                return
+
+    def _serve_owned(self) -> bool:
+        """Run the events in the inbox as the owner; return True."""
+        try:
+            self.settle_held()
+            if self._is_closed:
+                self.inbox.clear()
+                return True
+            for caller in self.callers.values():
+                if caller.is_calling:
+                    caller.is_calling = False
+                    self.fail(
+                        CommunicatorRevoked(
+                            f"rank {self.rank}: a call was interrupted repeatedly, so its "
+                            "cleanup did not finish"
                         )
-                self._drain()
-                self.progress.advance()
-            except R2cclError as exc:
-                self.fail(exc)
-            except Exception as exc:
-                # The event that raised is lost, and a call that depends on it would wait until its
-                # timeout.
-                self.fail(self._broken(exc))
-            finally:
-                self.release()
+                    )
+            self._drain()
+            self.progress.advance()
+        except R2cclError as exc:
+            self.fail(exc)
+        except Exception as exc:
+            # The event that raised is lost, and a call that depends on it would wait until its
+            # timeout.
+            self.fail(self._broken(exc))
+        return True
 
     def _drain(self) -> None:
         while self.inbox:
@@ -374,10 +404,10 @@ class DataLoop:
         """
         if self.owner._is_owned():  # type: ignore[attr-defined]
             return  # in a signal handler that interrupted a call in the loop
-        try:
-            if not self._try_to_own():
-                return
+
+        def run() -> bool:
             try:
+                self.settle_held()
                 for poll in tuple(self.pollers):
                     poll()
                 until_s, timeout_s = self._clock() + _POLL_S, 0.0
@@ -388,8 +418,10 @@ class DataLoop:
             except BaseException as exc:
                 self.give_up(caller, exc)
                 raise
-        finally:
-            self.release()
+            return True
+
+        if self._owned_if_free(run) is None:
+            return
         # The inbox is not left to the control thread, which may have ended. An event in it may end
         # the communicators, which the waiting call must see.
         self.serve()
@@ -551,7 +583,7 @@ class DataLoop:
             finally:
                 self._control.is_busy = self._sleeping = False
         finally:
-            try:  # see `release`
+            try:  # as in `owned`
                 owner.release()
             except RuntimeError:  # not owned
                 pass
@@ -674,15 +706,18 @@ class DataLoop:
 
         If they do not end within `_LAST_CALL_S`, log an error and free nothing.
         """
+
+        def free() -> bool:
+            self.settle_held()
+            if not self._followers:
+                self._is_closed = True
+                self._transport.close()
+            return self._is_closed
+
         give_up_s = self._clock() + _LAST_CALL_S
         while self._clock() < give_up_s:
-            try:
-                if self._try_to_own(_TICK_S) and not self._followers:
-                    self._is_closed = True
-                    self._transport.close()
-                    return
-            finally:
-                self.release()
+            if self._owned_if_free(free, _TICK_S):
+                return
         _log.error(
             "rank %d: a call still runs %g s after the communicator was closed: the "
             "communicator's connections and memory stay in use; end the process to free them",

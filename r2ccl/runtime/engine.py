@@ -387,23 +387,22 @@ class Engine:
         R2cclError
             If the communicator has ended.
         """
-        loop = self._loop
-        try:
-            loop.acquire()
-            self._failover.start()
-            give_up = self._clock() + self.config.connect_timeout_s
+        self._loop.owned(self._start)
 
-            def is_connected() -> bool:
-                if self._migration.is_whole:
-                    return True
-                is_late = self._clock() >= give_up
-                # A rank that has left already will not exchange data any more.
-                awaited = self._links.peers - self._revocation.left
-                return is_late and all(map(self._migration.up, awaited))
+    def _start(self) -> None:
+        """Implement `start`, as the owner of the data loop."""
+        self._failover.start()
+        give_up = self._clock() + self.config.connect_timeout_s
 
-            loop.wait(self, is_connected, self._patience(self._pending_init), spins=False)
-        finally:
-            loop.release()
+        def is_connected() -> bool:
+            if self._migration.is_whole:
+                return True
+            is_late = self._clock() >= give_up
+            # A rank that has left already will not exchange data any more.
+            awaited = self._links.peers - self._revocation.left
+            return is_late and all(map(self._migration.up, awaited))
+
+        self._loop.wait(self, is_connected, self._patience(self._pending_init), spins=False)
 
     def set_nominal_rate(self, rate: int) -> None:
         """Set the rate of a rail at full bandwidth, in bytes/s."""
@@ -427,13 +426,13 @@ class Engine:
         agreement = self._agreement
         if agreement is None:
             return self.whole_health
-        try:
-            self._loop.acquire()
+
+        def enter() -> Health:
             self._count_local()
             op = self._calls.op + 1
             return agreement.enter(op) or self._await_health(agreement, op)
-        finally:
-            self._loop.release()
+
+        return self._loop.owned(enter)
 
     def _await_health(self, agreement: HealthAgreement, op: int) -> Health:
         found: list[Health] = []
@@ -543,7 +542,7 @@ class Engine:
             finally:
                 self._leave_call(is_calling)
         finally:
-            try:  # see `DataLoop.release`
+            try:  # as in `DataLoop.owned`
                 self._owner.release()
             except RuntimeError:  # not owned
                 pass
@@ -724,8 +723,8 @@ class Engine:
         Ctrl-C during `fn` ends the communicator, because the transport's tables may then be
         inconsistent.
         """
-        try:
-            self._loop.acquire()
+
+        def run() -> Any:
             try:
                 return fn()
             except Exception:
@@ -733,8 +732,8 @@ class Engine:
             except BaseException as exc:
                 self._loop.give_up(self, exc)
                 raise
-        finally:
-            self._loop.release()
+
+        return self._loop.owned(run)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> RegisteredMemory:
         """Register host memory, which may be empty, with the transport; return the registration.
@@ -781,22 +780,21 @@ class Engine:
         -----
         *Collective*: all ranks.
         """
-        peers = frozenset(self._job.peers)
-        loop = self._loop
-        try:
-            loop.acquire()
-            self.check()
-            self._links.drop_messages()
-            self._links.confirm_all()
-            self._progress.advance()
-            patience = self._patience(self.waits.for_confirmation)
-            loop.wait(self, lambda: self._is_last() and self._links.is_drained(), patience)
-            self._revocation.leave()
-            patience = self._patience(self._pending_leave)
-            loop.wait(self, lambda: self._is_last() and self._revocation.left >= peers, patience)
-            self._revocation.spread()
-        finally:
-            loop.release()
+        self._loop.owned(self._leave)
+
+    def _leave(self) -> None:
+        """Implement `leave`, as the owner of the data loop."""
+        peers, loop = frozenset(self._job.peers), self._loop
+        self.check()
+        self._links.drop_messages()
+        self._links.confirm_all()
+        self._progress.advance()
+        patience = self._patience(self.waits.for_confirmation)
+        loop.wait(self, lambda: self._is_last() and self._links.is_drained(), patience)
+        self._revocation.leave()
+        patience = self._patience(self._pending_leave)
+        loop.wait(self, lambda: self._is_last() and self._revocation.left >= peers, patience)
+        self._revocation.spread()
 
     def _is_last(self) -> bool:
         """Return whether no peer is known to have called a collective that this rank has not.

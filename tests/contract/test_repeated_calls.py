@@ -84,7 +84,7 @@ def test_receivers_of_scatters_in_turn_repeat_them() -> None:
     assert all(nrepeated > 50 for _, nrepeated in found)
 
 
-@pytest.mark.parametrize("what", ["allreduce", "message"])
+@pytest.mark.parametrize("what", ["allreduce", "message", "health", "registration"])
 def test_ctrl_c_as_a_function_begins_frees_the_data_loop(what: str) -> None:
     (owned, nfunctions), _ = launch(
         functools.partial(programs.owned_after_ctrl_c, what), 2, timeout_s=100.0

@@ -300,7 +300,11 @@ def owned_after_ctrl_c(what: str) -> tuple[list[int], int]:
     x = np.ones(50)
 
     def call() -> None:
-        if what == "allreduce":
+        if what == "health":
+            comm.health()  # settles, so that the next call is not a repetition
+        if what == "registration":
+            comm.register(x).close()
+        elif what != "message":
             comm.allreduce(x)
         elif comm.rank == 0:
             comm.send(x, 1)

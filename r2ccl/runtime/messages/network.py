@@ -53,15 +53,14 @@ class NetworkMessages:
     def connect_to(self, peer: int) -> None:
         """Connect paths to `peer`, a rank of the job, if there are none; wait for them."""
         loop = self._loop
-        if peer == loop.rank or peer in loop.links.connected:
-            return
-        try:
-            loop.acquire()
+
+        def connect() -> None:
             self._caller.check()
             if peer not in loop.links.connected:
                 self._connect(frozenset((peer,)))
-        finally:
-            loop.release()
+
+        if peer != loop.rank and peer not in loop.links.connected:
+            loop.owned(connect)
 
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
         """Call ``fn()`` as the owner of the data loop, send what it posted, and return its result.
@@ -117,8 +116,8 @@ class NetworkMessages:
         An exception of ``fn()`` ends the communicator.
         """
         loop, caller = self._loop, self._caller
-        try:
-            loop.acquire()
+
+        def run() -> Any:
             caller.is_calling = is_calling = True
             try:
                 found = fn()
@@ -128,13 +127,9 @@ class NetworkMessages:
                 raise
             finally:
                 caller.is_calling = is_calling and not loop.is_settled
-        finally:
-            try:  # see `DataLoop.release`
-                loop.owner.release()
-            except RuntimeError:  # not owned
-                pass
-            else:
-                loop.wake_followers()
+            return found
+
+        found = loop.owned(run)
         loop.send_rest()
         return found
 

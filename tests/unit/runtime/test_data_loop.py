@@ -20,8 +20,8 @@ JOIN_S = 30.0
 
 def blocked_call(caller: Any, is_done: Any, loop: DataLoop) -> None:
     """Wait until ``is_done()``, as a call that has memory registered does."""
-    try:
-        loop.acquire()
+
+    def run() -> None:
         caller.is_calling = is_calling = True
         try:
             loop.wait(caller, is_done, Patience(60.0, "", lambda: None))  # type: ignore[arg-type, return-value]
@@ -31,8 +31,8 @@ def blocked_call(caller: Any, is_done: Any, loop: DataLoop) -> None:
             raise
         finally:
             caller.is_calling = is_calling and not loop.is_settled
-    finally:
-        loop.release()
+
+    loop.owned(run)
 
 
 def interrupt_beside_another(line: int) -> bool:
