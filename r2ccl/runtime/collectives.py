@@ -266,7 +266,6 @@ class Collectives:
                 return self._submit(request, convert)
             self.in_turn(partial(host.run, request))
         except (InvalidArgument, ScheduleError, ConcurrentCalls):
-            self._engine.note_raised()
             raise
         except BaseException as exc:
             self._engine.fail_call(exc)
@@ -306,7 +305,6 @@ class Collectives:
             request = post()
             return request if is_async else request.wait()
         except (InvalidArgument, ConcurrentCalls, CommunicatorRevoked):
-            self._engine.note_raised()
             raise
         except BaseException as exc:
             self._engine.fail_call(exc)
@@ -345,7 +343,6 @@ class Collectives:
                 lambda request, stream: self._start_on_device(request, stream, False),
             )
         except (InvalidArgument, ConcurrentCalls, CommunicatorRevoked):
-            self._engine.note_raised()
             raise
         except BaseException as exc:
             self._engine.fail_call(exc)

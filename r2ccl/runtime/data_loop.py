@@ -150,6 +150,9 @@ class DataLoop:
         self._is_sending_rest = False
         #: True once the communicators have failed and no path is in use any more.
         self.is_settled = False
+        #: True once a call of this rank has raised an error because the communicators ended or end,
+        #: or the user has ended them.
+        self.is_end_known = False
         #: True once the transport is freed: events of the control thread are dropped.
         self._is_closed = False
 
@@ -640,6 +643,7 @@ class DataLoop:
         no peer can write into the call's memory. Further Ctrl-C does not interrupt this method.
         """
         is_sound = isinstance(exc, R2cclError)
+        self.is_end_known = True
         for _ in range(_MOST_INTERRUPTS):
             try:
                 self._take_back()

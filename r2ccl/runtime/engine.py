@@ -682,6 +682,7 @@ class Engine:
         rank = self._job.rank
         if not isinstance(error, R2cclError):
             error = CommunicatorRevoked(f"rank {rank}: interrupted by {error!r}")
+        self.note_end_known()
         if self._revocation.error is None:
             self.has_raised = True
         try:
@@ -849,14 +850,18 @@ class Engine:
 
         The other ranks wait in the same collective and would otherwise wait until their timeout.
         """
+        self.note_end_known()
         if self._revocation.error is None:
             self.revoke(f"a call failed: {error!r}")
-        self.has_raised = True
 
-    def note_raised(self) -> None:
-        """Note that a call raises an error, which may be the one that ended the communicator."""
-        if self._revocation.error is not None:
-            self.has_raised = True
+    def note_end_known(self) -> None:
+        """Note that the user knows of the end of the job; see `DataLoop.is_end_known`."""
+        self._loop.is_end_known = True
+
+    def check_unknown(self) -> None:
+        """Raise the error that ended the job, if any, unless the user knows of it."""
+        if not self._loop.is_end_known:
+            self.check()
 
     def revoke(self, why: str) -> None:
         """End the job's communicators on all ranks, for the reason `why`.
@@ -896,6 +901,7 @@ class Engine:
         error = self._revocation.error
         if error is None:
             return
+        self.note_end_known()
         if not self.has_raised:
             self.has_raised = True
             raise without_frames(error)

@@ -72,6 +72,7 @@ class Exclusions:
         deadline = job.clock() + timeout_s
         while True:
             if loop.error is not None:
+                loop.is_end_known = True
                 raise revoked(job.rank, loop.error)
             with suppress(Empty):
                 refusal = answers.get(timeout=_LOOK_S)

@@ -112,7 +112,6 @@ class Job:
         self._monitor: LinkMonitor | None = None
         self._signal_dump: SignalDump | None = None
         self._participants: list[Participant] = []
-        self._knew_end = False
         self._checked = CheckedSchedules()
         context = RankContext(
             self.rank,
@@ -315,9 +314,10 @@ class Job:
                 self.is_left = True
         finally:
             self.free(_LEAVE_S)
-        first.require_seen()
-        if not (self._knew_end or any(each.knows_end for each in self._participants)):
-            self.engine.check()
+        for participant in tuple(self._participants):
+            participant.require_seen()
+        if not self.is_left:
+            self.engine.check_unknown()
 
     def _close_one(self, participant: Participant) -> None:
         """Close a communicator other than the first one; the job's others stay open.
@@ -338,7 +338,6 @@ class Job:
     def _remove(self, participant: Participant) -> None:
         """Remove a communicator whose calls have ended, and free its shared memory."""
         self._participants.remove(participant)
-        self._knew_end |= participant.knows_end
         try:
             participant.engine.messenger.finish()
         finally:

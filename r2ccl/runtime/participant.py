@@ -116,7 +116,6 @@ class Participant:
             engine.rank, engine.nranks, fabric, engine.config, place=place, checked=checked
         )
         self.closing = threading.RLock()
-        self._has_revoked = False
         turn = threading.RLock()
         self.worker = Worker(f"r2ccl-worker-{engine.rank}", turn, engine.fail_call)
         self.on_host = HostCollectives(engine, self.plans, pool)
@@ -303,17 +302,12 @@ class Participant:
         """True if the caller is a signal handler that interrupted a blocking call of its thread."""
         return self.collectives.is_below or self.engine.messenger.is_below
 
-    @property
-    def knows_end(self) -> bool:
-        """True if a call of this communicator raised the job's error, or the user revoked it."""
-        return self._has_revoked or self.engine.has_raised
-
     # End
 
     def revoke(self, why: str) -> None:
         """End the job's communicators on all ranks, unless this one is closed."""
         if not self.is_closed:
-            self._has_revoked = True
+            self.engine.note_end_known()
             self.engine.revoke(why)
 
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:

@@ -368,6 +368,7 @@ class _Run:
             rank, peer = calls._team[self._group.rank], calls._team[error.index]
             op = engine.op if calls._has_begun else engine.op + 1
             error = difference(op, rank, peer, error.own, error.call)
+        engine.note_end_known()
         has_ended = engine.error is not None
         while not has_ended:
             with suppress(KeyboardInterrupt):  # a further Ctrl-C must not interrupt the end

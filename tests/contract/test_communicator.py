@@ -119,13 +119,21 @@ def test_a_rank_that_closes_too_early_is_told(count: int, shm: int) -> None:
         assert took_s < 5.0
 
 
-@pytest.mark.parametrize("seen", ["nowhere", "in a call", "in a child"])
+@pytest.mark.parametrize(
+    "seen", ["nowhere", "with a wrong argument", "in a call", "in a child", "in exclude"]
+)
 def test_close_raises_an_error_that_no_call_has_raised(seen: str) -> None:
     run = partial(failure_programs.closed_after_the_end, seen)
     found, of_revoker = launch(run, 2, timeout_s=TIMEOUT_S)
     text = "CommunicatorRevoked: rank 0: rank 1 ended the communicator: a reason"
-    assert found == ([text] if seen == "nowhere" else [])
+    assert found == ([] if seen.startswith("in ") else [text])
     assert of_revoker == []
+
+
+def test_close_is_silent_after_ctrl_c_in_a_wait() -> None:
+    found, of_peer = launch(failure_programs.closed_after_ctrl_c, 2, timeout_s=TIMEOUT_S)
+    assert found == []
+    assert "KeyboardInterrupt" in of_peer[0]
 
 
 @pytest.mark.parametrize("is_child", [False, True])

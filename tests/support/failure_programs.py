@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from support.interrupted import as_acquired
+from support.interrupted import as_acquired, at_entry
 from support.raising import raises
 from support.values import dtype_of
 
@@ -79,8 +79,9 @@ def close_before_the_last_call(count: int, shm: int) -> tuple[str, float]:
 def closed_after_the_end(seen: str) -> list[str]:
     """Let rank 1 revoke, and call `close` once each rank knows; return the errors of `close`.
 
-    `seen` says where rank 0 has seen the error before: "nowhere", "in a call", or "in a child",
-    a call on a communicator that is derived, and closed first.
+    `seen` says where rank 0 has seen the error before: "nowhere", "in a call", "in a child" (a call
+    on a derived communicator, which is closed first), or "in exclude". "with a wrong argument" is
+    an error of another call.
     """
     found: list[str] = []
     comm = r2ccl.init()
@@ -94,15 +95,39 @@ def closed_after_the_end(seen: str) -> list[str]:
         comm.send(np.ones(1), 1)
         while comm._job.engine.error is None:
             time.sleep(0.001)
-        if seen != "nowhere":
+        if seen == "with a wrong argument":
+            with raises(r2ccl.InvalidArgument):
+                comm.allreduce("text")
+        elif seen != "nowhere":
             with raises(r2ccl.CommunicatorRevoked, "a reason"):
-                (child if seen == "in a child" else comm).barrier()
+                if seen == "in exclude":
+                    comm.exclude(0, 0)
+                else:
+                    (child if seen == "in a child" else comm).barrier()
     for closed in (child, comm):
         try:
             closed.close()
         except r2ccl.R2cclError as exc:
             found.append(f"{type(exc).__name__}: {exc}")
     comm.close()
+    return found
+
+
+def closed_after_ctrl_c() -> list[str]:
+    """Press Ctrl-C on rank 0 in the wait for a message, and close; return the errors of `close`."""
+    found: list[str] = []
+    comm = r2ccl.init()
+    comm.barrier()
+    if comm.rank == 0:
+        request = comm.recv(np.empty(1), 1, async_op=True)
+        number = 1
+        while comm._engine.error is None:  # until Ctrl-C comes within the wait
+            assert at_entry(number, request.wait)
+            number += 1
+    try:
+        comm.close()
+    except r2ccl.R2cclError as exc:
+        found.append(f"{type(exc).__name__}: {exc}")
     return found
 
 

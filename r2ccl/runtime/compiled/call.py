@@ -103,6 +103,7 @@ class CompiledCalls:
         self.repeated = address_of(_REPEATED)
         #: Address of the loop of a repeated exchange of messages.
         self.repeated_message = address_of(_REPEATED_MESSAGE)
+        preload_hand_over()
         #: Memory for landing places and copies of eager slices; all calls use it.
         self._arena = np.empty(0, np.uint8)
         #: Connections that the running call has borrowed from the transport.

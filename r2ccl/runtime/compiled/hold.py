@@ -137,7 +137,7 @@ class HeldPrograms:
     """
 
     __slots__ = (
-        "_arena", "_compiled", "_links", "_members", "_paths", "_table", "_table_at",
+        "_arena", "_compiled", "_links", "_members", "_paths", "_table",
         "_used_nbytes", "all_calls", "conns", "current", "ncalls", "program", "totals",
     )  # fmt: skip
 
@@ -163,7 +163,6 @@ class HeldPrograms:
         #: Table of the shared words; index of the first word of each link, by peer and channel, and
         #: of each path.
         self._table = np.empty(0, np.int64)
-        self._table_at = 0
         self._compiled = callable_of(_HAND_OVER)
         self._links: dict[tuple[int, int], int] = {}
         self._paths: dict[PathKey, int] = {}
@@ -273,7 +272,6 @@ class HeldPrograms:
         """Append words to the table; return the index of the first one."""
         start = self._table.size
         self._table = np.concatenate((self._table, np.array(words, np.int64)))
-        self._table_at = data_of(self._table)
         return start
 
     def _hand_over(
@@ -286,7 +284,7 @@ class HeldPrograms:
         members = self._members
         giver = 0 if source is None else members[source].address
         taker = 0 if target is None else members[target].address
-        self._compiled(giver, is_ended, taker, self._table_at)
+        self._compiled(giver, is_ended, taker, data_of(self._table))
 
 
 def _entries(

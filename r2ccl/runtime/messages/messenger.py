@@ -385,13 +385,13 @@ class Messenger:
         """
         if request.is_done or self._refusal is not None or self._loop.error is not None:
             return True
-        had_raised = self.has_raised
+        had_raised, was_known = self.has_raised, self._loop.is_end_known
         try:
             return bool(self._own(lambda: request.is_done, is_step=True))
         except ConcurrentCalls:  # in a signal handler
             return request.is_done
         except R2cclError:
-            self.has_raised = had_raised
+            self.has_raised, self._loop.is_end_known = had_raised, was_known
             return True
 
     def cancel(self, request: SendRequest | ReceiveRequest) -> bool:

@@ -52,6 +52,7 @@ def test_calls_that_differ_are_named_by_their_number(differing: int) -> None:
         engine.op += 1
 
     engine.fail_local = fail
+    engine.note_end_known = lambda: None
     whole = Division(((Piece(0, 8, ((0, 4), (4, 8))),),), True, 0)
     plans: Any = SimpleNamespace(
         division=lambda *given: whole,
