@@ -122,8 +122,8 @@ def test_a_rank_that_closes_too_early_is_told(count: int, shm: int) -> None:
 @pytest.mark.parametrize(
     "seen", ["nowhere", "with a wrong argument", "in a call", "in a child", "in exclude"]
 )
-def test_close_raises_an_error_that_no_call_has_raised(seen: str) -> None:
-    run = partial(failure_programs.closed_after_the_end, seen)
+def test_close_raises_an_error_that_no_call_has_raised(seen: str, tmp_path: Path) -> None:
+    run = partial(failure_programs.closed_after_the_end, str(tmp_path / "left"), seen)
     found, of_revoker = launch(run, 2, timeout_s=TIMEOUT_S)
     text = "CommunicatorRevoked: rank 0: rank 1 ended the communicator: a reason"
     assert found == ([] if seen.startswith("in ") else [text])
