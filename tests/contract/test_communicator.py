@@ -130,8 +130,9 @@ def test_close_raises_an_error_that_no_call_has_raised(seen: str, tmp_path: Path
     assert of_revoker == []
 
 
-def test_close_is_silent_after_ctrl_c_in_a_wait() -> None:
-    found, of_peer = launch(failure_programs.closed_after_ctrl_c, 2, timeout_s=TIMEOUT_S)
+def test_close_is_silent_after_ctrl_c_in_a_wait(tmp_path: Path) -> None:
+    run = partial(failure_programs.closed_after_ctrl_c, str(tmp_path / "left"))
+    found, of_peer = launch(run, 2, timeout_s=TIMEOUT_S)
     assert found == []
     assert "KeyboardInterrupt" in of_peer[0]
 

@@ -113,12 +113,16 @@ def closed_after_the_end(path: str, seen: str) -> list[str]:
     return found
 
 
-def closed_after_ctrl_c() -> list[str]:
+def closed_after_ctrl_c(path: str) -> list[str]:
     """Press Ctrl-C on rank 0 in the wait for a message, and close; return the errors of `close`."""
     found: list[str] = []
     comm = r2ccl.init()
     comm.barrier()
-    if comm.rank == 0:
+    if comm.rank:
+        Path(path).touch()
+    else:
+        while not Path(path).exists():  # until rank 1 has left the barrier
+            time.sleep(0.001)
         request = comm.recv(np.empty(1), 1, async_op=True)
         number = 1
         while comm._engine.error is None:  # until Ctrl-C comes within the wait
