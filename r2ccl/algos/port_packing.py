@@ -68,7 +68,7 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
         raise InvalidArgument(f"most={most}: give 1 tree or more")
     is_table = len({len(row) for row in shares}) == 1 and len(shares[0]) > 0
     every = [share for row in shares for share in row]
-    if not is_table or not all(each == int(each) and 0 <= each < _PRICE for each in every):
+    if not is_table or not all(0 <= each < _PRICE and each == int(each) for each in every):
         raise InvalidArgument(
             f"shares={shares}: give one row per node, all of the same length, at least 1, with "
             f"integer shares of 0 to {_PRICE - 1}"

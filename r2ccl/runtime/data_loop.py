@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
@@ -173,29 +174,28 @@ class DataLoop:
         ConcurrentCalls
             As `acquire`.
         """
-        owner = self.owner
-        try:
+
+        def run() -> _T:
             self.acquire()
             return fn()
-        finally:
-            # A method of the loop that released it could be interrupted by Ctrl-C as it begins.
-            try:
-                owner.release()
-            except RuntimeError:  # not owned
-                pass
-            else:
-                self.wake_followers()
+
+        return self._released_after(run)
 
     def _owned_if_free(self, fn: Callable[[], _T], timeout_s: float = 0.0) -> _T | None:
         """Return ``fn()`` as `owned`; None if another thread owns the loop for `timeout_s` seconds.
 
         `fn` must call `settle_held` first.
         """
+        acquire = partial(self.owner.acquire, timeout_s > 0, timeout_s or -1)
+        return self._released_after(lambda: fn() if acquire() else None)
+
+    def _released_after(self, run: Callable[[], _T]) -> _T:
+        """Return ``run()``, which may have acquired the loop; release it if this thread owns it."""
         owner = self.owner
         try:
-            is_mine = owner.acquire(blocking=timeout_s > 0, timeout=timeout_s or -1)
-            return fn() if is_mine else None
+            return run()
         finally:
+            # A method of the loop that released it could be interrupted by Ctrl-C as it begins.
             try:
                 owner.release()
             except RuntimeError:  # not owned
@@ -586,7 +586,7 @@ class DataLoop:
             finally:
                 self._control.is_busy = self._sleeping = False
         finally:
-            try:  # as in `owned`
+            try:  # as in `_released_after`
                 owner.release()
             except RuntimeError:  # not owned
                 pass

@@ -542,7 +542,7 @@ class Engine:
             finally:
                 self._leave_call(is_calling)
         finally:
-            try:  # as in `DataLoop.owned`
+            try:  # as in `DataLoop.owned`, inlined: most calls are small
                 self._owner.release()
             except RuntimeError:  # not owned
                 pass

@@ -30,17 +30,9 @@ def at_entry(number: int, fn: Callable[[], object]) -> bool:
         nonlocal left
         left -= frame.f_code.co_filename.startswith(_LIBRARY)
         if not left:
-            sys.settrace(None)
             raise KeyboardInterrupt
 
-    sys.settrace(on_call)
-    try:
-        fn()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
+    return _is_interrupted(fn, on_call)
 
 
 def at_line(number: int, fn: Callable[[], object]) -> bool:
@@ -62,8 +54,13 @@ def at_line(number: int, fn: Callable[[], object]) -> bool:
         name = frame.f_code.co_filename
         return on_line if name.startswith(_LIBRARY) and not name.startswith(_FAKES) else None
 
+    return _is_interrupted(fn, on_call)
+
+
+def _is_interrupted(fn: Callable[[], object], trace: Callable[..., Any]) -> bool:
+    """Return whether `fn` raises KeyboardInterrupt while `trace` observes it."""
     before = sys.gettrace()
-    sys.settrace(on_call)
+    sys.settrace(trace)
     try:
         fn()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Path: the connection of two ranks over one rail, and the state machine of its end.
+"""Path: the connection of two ranks over one rail, and the state machine of each of its ends.
 
 Theory of operation
 -------------------

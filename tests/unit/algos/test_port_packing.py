@@ -96,6 +96,7 @@ def test_the_busiest_port_has_little_more_than_it_must(
         ([[]], 3, "one row per node"),
         ([[1, 2], [1]], 3, "all of the same length"),
         ([[1], [0.5]], 3, "integer shares"),
+        ([[1], [float("nan")]], 3, "integer shares"),
         ([[1], [-1]], 3, "shares of 0 to 4294967295"),
         ([[1], [1 << 32]], 3, "shares of 0 to 4294967295"),
         ([[1], [1]], 0, "most=0"),
