@@ -105,6 +105,7 @@ class Rank:
                     _stop_for((AFTER_S + ABSENT_S) * self.scale)
                 else:
                     self.sleep(AFTER_S + (SHRINK_S if self.moment == "shrink" else ABSENT_S))
+                self.found["calls_s"] = time.monotonic()
                 comm.reduce(self.x)
             else:
                 getattr(self, f"in_{self.moment}")(comm)
