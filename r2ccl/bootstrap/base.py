@@ -30,9 +30,10 @@ class Post(Protocol):
     def send(self, peer: int, message: object) -> None:
         """Queue `message` for `peer`.
 
-        If this rank has a session with `peer`, the message arrives exactly once, in the order sent,
-        unless `peer` or this rank is lost or leaves. Otherwise it passes through other ranks, and
-        may be lost if one of them is lost or leaves meanwhile.
+        Over a session with `peer`, messages arrive exactly once and in the order sent, unless
+        `peer` or this rank is lost or leaves. Without a session, the message passes through other
+        ranks: it arrives at most once, may be lost if one of them is lost or leaves meanwhile, and
+        may be overtaken by a later message if a session is opened in between.
         """
         ...
 

@@ -625,10 +625,11 @@ class PeerBackend(SignalledStream):
         """Let this rank's stream continue without the other ranks, because the communicator ends.
 
         Kernels that have not run do nothing, and calls that are not complete fail with `error`. The
-        host writes the number of this rank's last round to the words for which its stream waits.
-        Streams of other ranks may still overwrite these words with lower numbers. Therefore each
-        rank that runs this method also enqueues a last write to its words in all sections: a number
-        above that of any round.
+        host sets the words for which this rank's stream waits to the number of its last round. The
+        stream of another rank may still overwrite them with lower numbers. Therefore each rank that
+        runs this method enqueues a last write to the words that it writes in the sections of all
+        ranks, of a number above that of any round: their streams then do not wait for this rank.
+        The other ranks see by this number that this rank has failed (`_error_of_others`).
         """
         if self._broken is None:
             self._board.keep()

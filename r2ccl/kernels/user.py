@@ -1,9 +1,10 @@
 """Operations defined by the user: a compiled loop over elements, or calls with whole slices.
 
-The call signature contains a digest of the operation. The digest covers its name, whether it is
-commutative, and its function: code, default arguments, closure and, for a method, the object. So a
-call to which the ranks pass operations with different digests is refused. The digest is also the
-key of the operation in this process.
+A digest of the operation is part of the call signature, and is the key of the operation in this
+process. The digest covers the operation's name, whether it is commutative, which of the two runs
+it, and its function: code, default arguments, closure and, for a method, the object. Ranks compare
+12 bits of the digest (see `r2ccl.types.CallSignature.pack`): a call to which they pass different
+operations is refused, except for about one pair of operations in 4,096.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class UserOp:
         self.is_commutative = is_commutative
         self.number = USER_OP if is_commutative else ORDERED_OP
         self._function = function
-        facts = repr((name, is_commutative, *_facts(function, name)))
+        is_compiled = _python_of(function) is not function
+        self._is_by_element = is_compiled and _nparameters(function) == 2
+        facts = repr((name, is_commutative, self._is_by_element, *_facts(function, name)))
         self.digest = zlib.crc32(facts.encode()) or 1
         self._reducers: dict[int, Reducer] = {}
 
@@ -71,8 +74,7 @@ class UserOp:
         found = self._reducers.get(dtype_code)
         if found is None:
             dtype = dtype_of(dtype_code)
-            is_compiled = _python_of(self._function) is not self._function
-            make = _by_element if is_compiled and _nparameters(self._function) == 2 else _by_slice
+            make = _by_element if self._is_by_element else _by_slice
             empty = np.empty(0, dtype)
             try:
                 found = make(self._function, dtype)
@@ -130,11 +132,12 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
 
     Notes
     -----
-    All ranks must pass operations with the same name and `is_commutative`. The functions must have
-    the same code, compiled by the same Python version, and must depend on equal values.
-    Otherwise the collective raises `InvalidArgument` on every rank. Values of global variables are
-    not compared, nor later changes of an object. An exception that the function raises during a
-    call ends the communicator.
+    All ranks must pass operations with the same name, form and `is_commutative`. The functions must
+    have the same code, compiled by the same Python version, and must depend on equal values.
+    Otherwise the collective raises `InvalidArgument` on every rank. Ranks compare 12 bits of a
+    digest, so about one pair of different operations in 4,096 is not detected. Values of global
+    variables are not compared, nor later changes of an object. An exception that the function
+    raises during a call ends the communicator.
     """
     name = name or str(getattr(function, "__name__", ""))
     is_ufunc = isinstance(function, np.ufunc)

@@ -32,8 +32,9 @@ def reduce_share(state: Any, sources: Any, nbytes: Any, kernel: Any) -> None:
 
     Notes
     -----
-    Large outputs are written without storing them in the caches, except those that are the input of
-    their rank, which has just been read.
+    Outputs of at least ``state[STREAM_NBYTES]`` bytes are written past the caches, except in place,
+    where the output is the input that has just been read. The caller must therefore call
+    `r2ccl.shm.atomics.stream_fence` before it tells other ranks that the outputs are written.
     """
     rank, nranks = state[RANK], state[NRANKS]
     scratch = state[BASES + rank] + SCRATCH
@@ -77,7 +78,8 @@ def copy_inputs(
 
     The bytes of rank s are copied to address ``target + s * step``. Each rank begins with its own
     input and continues with that of the next rank, so that the ranks do not all read the same
-    memory at the same time.
+    memory at the same time. If `is_streamed`, the bytes are written past the caches: the caller
+    must call `r2ccl.shm.atomics.stream_fence` before it tells other ranks that they are written.
     """
     rank, nranks = state[RANK], state[NRANKS]
     for number in range(nranks):

@@ -90,9 +90,9 @@ class Calls(Generic[_C]):
     def skip_to(self, op: int) -> None:
         """Set the number of the next call to `op` + 1, for a new communicator with this context id.
 
-        `op` must be at least the number of every call that the context id had before. Data received
-        for calls above `op` is kept: a peer may use the new communicator before this rank has made
-        it.
+        `op` must be at least the number of every call that the context id had before. The
+        signatures of those calls are forgotten. Entries of ``ahead`` and ``seen`` for calls above
+        `op` are kept: a peer may use the new communicator before this rank has made it.
         """
         assert op >= self.op
         self.op = op

@@ -251,7 +251,10 @@ class MessageDriver(MessageProtocol):
         return self._members[peer]
 
     def has_links(self, peer: int) -> bool:
-        """Return whether there are paths to `peer`; False for this rank and for `ANY`."""
+        """Return whether paths to `peer` were made and not closed as idle; they may be down.
+
+        False for this rank and for `ANY`.
+        """
         return peer not in (ANY, self._rank) and self._members[peer] in self._links.connected
 
     @property

@@ -86,9 +86,10 @@ def _call_poll(_context: Any, function: Any, cq: Any, count: Any, wcs: Any) -> A
 
 @intrinsic  # type: ignore[untyped-decorator, unused-ignore]
 def _call_post(_context: Any, function: Any, qp: Any, wr: Any, bad_wr: Any) -> Any:
-    """Call ``int post_send(struct ibv_qp *, struct ibv_send_wr *, struct ibv_send_wr **)``.
+    """Call the function at address `function`: ``post_send`` or ``post_recv``.
 
-    ``post_recv`` has the same signature, with ``struct ibv_recv_wr``.
+    Its type is ``int (struct ibv_qp *, struct ibv_send_wr *, struct ibv_send_wr **)``, or the same
+    with ``struct ibv_recv_wr``.
     """
 
     def emit(_: Any, builder: Any, __: Any, arguments: Any) -> Any:

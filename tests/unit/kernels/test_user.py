@@ -18,6 +18,7 @@ import r2ccl
 from r2ccl.dtypes import CODES, pair_dtype
 from r2ccl.errors import InvalidArgument
 from r2ccl.kernels import UserOp, user_op
+from r2ccl.kernels.user import user_reducer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -118,6 +119,18 @@ def test_long_arrays_within_values_are_compared(make: Callable[..., Any]) -> Non
     assert user_op(make(weights[0])).digest == user_op(make(weights[1])).digest
     weights[1][2_500] = 2.0  # which repr() leaves out
     assert user_op(make(weights[0])).digest != user_op(make(weights[1])).digest
+
+
+def test_one_function_by_element_and_by_slice() -> None:
+    def larger(left: Any, right: Any) -> Any:
+        return left if left > right else right
+
+    by_element, by_slice = user_op(numba.njit(larger)), user_op(larger)
+    x, y, out = np.arange(3.0), np.ones(3), np.empty(3)
+    user_reducer(by_element.digest, CODES[x.dtype])(x, y, out)
+    assert out.tolist() == [1.0, 1.0, 2.0]
+    with pytest.raises(InvalidArgument, match="truth value"):
+        user_reducer(by_slice.digest, CODES[x.dtype])
 
 
 def test_digests_are_equal_in_all_processes(capsys: pytest.CaptureFixture[str]) -> None:
