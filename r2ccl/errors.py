@@ -258,6 +258,9 @@ class ConcurrentCalls(R2cclError):
 class InternalError(R2cclError):
     """Violation of an invariant, which is a defect of r2ccl: please report it with the message."""
 
+    def __str__(self) -> str:
+        return f"{super().__str__()}; please report this bug of r2ccl, with the logs of all ranks"
+
 
 def describe_os_error(exc: BaseException) -> str:
     """Return the name and text of an error, and advice if a resource is exhausted.

@@ -41,8 +41,7 @@ def _check_layout() -> None:
     )  # fmt: skip
     if found != (probe.ctypes.data, 2, 2, 3, id(probe.dtype), probe.flags.num):
         raise InternalError(
-            "NumPy's arrays do not have the layout that its ABI specifies; report it with the "
-            "versions of NumPy and Python"
+            f"the arrays of NumPy {np.__version__} do not have the layout that its ABI specifies"
         )
 
 

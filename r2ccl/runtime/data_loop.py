@@ -630,8 +630,7 @@ class DataLoop:
 
     def _broken(self, cause: Exception) -> InternalError:
         error = InternalError(
-            f"rank {self.rank}: the data loop failed with {cause!r}; please report this bug with "
-            "the stack trace in the log"
+            f"rank {self.rank}: the data loop failed with {cause!r}; the log has the stack trace"
         )
         error.__cause__ = cause
         return error

@@ -9,6 +9,7 @@ import pytest
 from r2ccl.bootstrap.auth import HandshakeRejected
 from r2ccl.errors import (
     CommunicatorRevoked,
+    InternalError,
     NoHealthyRail,
     NoQuorum,
     PeerLost,
@@ -21,6 +22,7 @@ from r2ccl.errors import (
 ERRORS = [
     CommunicatorRevoked("closed", reason=TransportTimeout("late", rank=1, status="TIMEOUT")),
     HandshakeRejected("wrong proof"),
+    InternalError("a slice too many"),
     NoHealthyRail(rank=0, peer=1, since_s=2.5, causes={0: "ENETDOWN", 1: "EOF"}),
     NoQuorum(rank=0, nranks=4, alive=[0], gone={1: "gone", 2: "gone", 3: "silent"}),
     PeerLost(rank=0, peer=3, last_heard_s=None, why="gone", host="n3", last_op=7),

@@ -73,7 +73,7 @@ class LinkSend(SendRequest):
         """Raise InternalError: this rank posts no receives for a message that it sends."""
         raise InternalError(
             f"rank {self.peer} answered message {self.ident}, which was sent to it, with a slice "
-            "of data: please report this bug"
+            "of data"
         )
 
     def on_released(self, index: int) -> None:

@@ -129,10 +129,7 @@ class LocalDriver(MessageProtocol):
         if event == layout.FRAME:
             kind, dtype, tag, ident, size, data = self.rings.frame()
             if kind == EnvelopeKind.DATA:
-                raise InternalError(
-                    f"rank {self._members[peer]} sends data that was not granted: please report "
-                    "this bug"
-                )
+                raise InternalError(f"rank {self._members[peer]} sends data that was not granted")
             # The data is in the ring, so the frame is taken out only afterwards.
             self._on_envelope(peer, kind, dtype, tag, ident, size, data)
             self.rings.consume(peer, len(data))

@@ -318,7 +318,7 @@ def _memory(nbytes: int) -> Bytes:
 
 
 def _refuse(left: object, right: object, out: object) -> None:
-    raise InternalError("a message was to be reduced: please report this bug")
+    raise InternalError("a message was to be reduced")
 
 
 def _places(*sizes: int) -> list[tuple[int, int]]:
