@@ -19,6 +19,7 @@ from r2ccl.bootstrap.launch import describe_exit
 from r2ccl.cli.lines import LinePrinter, discard_output
 from r2ccl.cli.rankprocs import TERMINATION_GRACE_S
 from r2ccl.cli.values import FAILURE_GRACE_S
+from r2ccl.errors import format_ranks
 
 #: Exit status of a job that lost a host.
 _LOST_STATUS = 1
@@ -155,8 +156,8 @@ class Supervisor:
 
     def lost(self, ranks: Sequence[int], host: str, why: str) -> None:
         """Note that `host` was lost, so that the exit statuses of `ranks` stay unknown."""
-        numbers = ", ".join(map(str, ranks))
-        self._note_failure(f"host {host} was lost with rank {numbers}: {why}", _LOST_STATUS)
+        what = f"host {host} was lost with ranks {format_ranks(ranks)}: {why}"
+        self._note_failure(what, _LOST_STATUS)
 
     def _note_failure(self, what: str, status: int) -> None:
         is_first = self._status == 0

@@ -110,7 +110,11 @@ def test_each_rank_has_its_place_and_the_secret_is_in_no_command(
 ENDS = {
     "rank": ("exit 7", 7, "r2ccl launch: rank 1: exit status 7"),
     # The agent, once it has said that its ranks run.
-    "agent": ("sleep 0.5; kill -KILL $PPID", 1, "host 127.0.0.3 was lost with rank 1: its agent: "),
+    "agent": (
+        "sleep 0.5; kill -KILL $PPID",
+        1,
+        "host 127.0.0.3 was lost with ranks [1]: its agent: ",
+    ),
 }
 
 
