@@ -1321,11 +1321,12 @@ class Communicator:
     def pending(self) -> status.Pending:
         """Return the ranks, slices and other objects that the blocked call of this rank waits for.
 
-        ``str()`` of the result is a text for people. A peer's slices, or its answer to the desync
-        check, tell this rank that the peer has called the collective. The desync check asks all
-        ranks for their last call, and finds ranks that made another call. A collective starts it
-        after ``R2CC_SUSPICION_TIMEOUT_S`` without progress and, in any case, after half of
-        ``R2CC_TIMEOUT_S``.
+        ``str()`` of the result is a text for people. It names the ranks that, as far as this rank
+        knows, have not called the collective. In shared memory a rank sees who has called. Over the
+        network it learns this from the slices of a peer, or from the desync check, which asks all
+        ranks for their last call and also finds ranks that made another call. A collective starts
+        the check after ``R2CC_SUSPICION_TIMEOUT_S`` without progress and, in any case, after half
+        of ``R2CC_TIMEOUT_S``.
         """
         return self._engine.pending()
 

@@ -50,7 +50,11 @@ class JobCommand(msgspec.Struct, frozen=True):
     has_stdin: bool
 
     def command(self) -> tuple[str, ...]:
-        """Return the command line: this interpreter runs a module or an existing ``.py`` file."""
+        """Return the command line.
+
+        A module or an existing ``.py`` file is run by this interpreter. Any other command is
+        returned unchanged.
+        """
         if self.is_module:
             return (sys.executable, "-m", *self.words)
         script = self.words[0]

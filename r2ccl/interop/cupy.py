@@ -281,8 +281,8 @@ def _meet_over_mpi(n_devices: int, rank: int) -> Communicator:
         from mpi4py import MPI
     except ImportError as exc:
         raise InvalidArgument(
-            f"use_mpi=True, but mpi4py cannot be imported ({exc}): install r2ccl[mpi] for the MPI "
-            "that started the process"
+            f"use_mpi=True, but mpi4py cannot be imported ({exc}): install mpi4py (the extra "
+            "r2ccl[mpi]), built for the MPI that started the process"
         ) from exc
     world = MPI.COMM_WORLD
     ranks = world.allgather((rank, n_devices))

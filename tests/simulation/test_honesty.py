@@ -90,7 +90,7 @@ def test_a_violation_names_seed_and_plan() -> None:
     with MISTAKES["released when confirmed"](), pytest.raises(Violation) as caught:
         simulate(workload, plans[0], seed=11)
     assert "seed=11" in str(caught.value)
-    assert "after its memory was released" in str(caught.value)
+    assert "after the slice's memory was released" in str(caught.value)
 
 
 def test_a_late_write_shows_though_the_rank_fails_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -524,7 +524,7 @@ class CompiledCalls:
         return True
 
     def _import_arrivals(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy the eager slices that arrived before the call; return False if one does not fit."""
+        """Copy the call's eager slices that have arrived already; return False if one is unfit."""
         arrived = program.arrived(end.number)
         for seq, payload in end.receiver.arrivals.items():
             ordinal = seq - end.receiver.posted

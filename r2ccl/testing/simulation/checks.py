@@ -80,8 +80,8 @@ class Checker:
         if is_own_memory and id(message.view) in self.released:
             frame = message.frame
             raise Violation(
-                f"rank {message.end.rank}: {message.end.path} reads slice {frame.seq} of "
-                f"channel {frame.channel} after its memory was released"
+                f"rank {message.end.rank}: the NIC reads slice {frame.seq} of channel "
+                f"{frame.channel} on {message.end.path} after the slice's memory was released"
             )
 
     def planned(self, rank: int, op: int, health: Health, nevents: int) -> None:
