@@ -186,3 +186,32 @@ def persistent_one_at_a_time(MPI: Any, comm: Any) -> Any:
             pass
     request.Free()
     return before, x
+
+
+@case
+def derived_datatypes_freed_meanwhile(MPI: Any, comm: Any) -> Any:
+    """The calls still use the datatypes, as MPI allows."""
+    after, before, n = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, comm.size
+    indexed = MPI.DOUBLE.Create_indexed([2, 1], [4, 0]).Commit()
+    got, everyone, blocks, repeated = np.zeros(8), *np.zeros((2, 8 * n)), np.zeros(8)
+    spread = np.arange(8.0) + comm.rank
+    at = [8 * rank for rank in range(n)]
+    displs = [64 * rank for rank in range(n)]
+    requests = [
+        comm.Irecv([got, 1, indexed], before),
+        comm.Iallgather(spread[:3], [everyone, 1, indexed.Create_resized(0, 64).Commit()]),
+        comm.Ialltoallw(
+            [np.arange(3.0 * n), [3] * n, [24 * rank for rank in range(n)], [MPI.DOUBLE] * n],
+            [blocks, [1] * n, displs, [indexed] * n],
+        ),
+    ]
+    persistent = comm.Bcast_init([repeated, 1, indexed], root=0)
+    indexed.Free()
+    comm.Send(spread[:3], after)
+    MPI.Request.Waitall(requests)
+    for turn in range(2):
+        repeated += comm.rank + turn + 1
+        persistent.Start()
+        persistent.Wait()
+    persistent.Free()
+    return got, everyone, blocks[at], blocks, repeated

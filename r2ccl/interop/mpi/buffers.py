@@ -33,6 +33,20 @@ _NATIVE = "@=<" if sys.byteorder == "little" else "@=>"
 _HOST_DEVICES = (1, 3, 11)
 
 
+class HeldDatatype(MPI.Datatype):
+    """Duplicate of a derived datatype, freed with the last reference to it.
+
+    MPI lets a program free a datatype while a request still needs it.
+    """
+
+    def __new__(cls, datatype: Any) -> HeldDatatype:
+        return super().__new__(cls, datatype.Dup())
+
+    def __del__(self) -> None:
+        if not MPI.Is_finalized():
+            self.Free()
+
+
 class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     """Buffer argument of a call: elements in the memory of the caller.
 
@@ -47,7 +61,8 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     nblocks : int
         Number of blocks, which lie one after another.
     datatype : MPI.Datatype
-        Datatype of the elements.
+        Datatype of the elements, which stays valid if the caller frees its own: see `held`. Not
+        used if there are no elements.
     """
 
     memory: Array
@@ -167,6 +182,7 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
     if count:
         require_usable(datatype)
         require_room(memory.size, count * nblocks, datatype)
+        datatype = held(datatype)
     return BufferSpec(memory, count, nblocks, datatype)
 
 
@@ -367,6 +383,11 @@ def require_usable(datatype: Any) -> None:
         )
 
 
+def held(datatype: Any) -> Any:
+    """Return `datatype` if it is predefined, else a `HeldDatatype` of it."""
+    return datatype if datatype.is_predefined else HeldDatatype(datatype)
+
+
 def require_room(nbytes: int, count: int, datatype: Any) -> None:
     """Raise ValueError if `count` elements of `datatype` do not lie within `nbytes` bytes."""
     first, last = datatype.true_lb, (count - 1) * datatype.extent + datatype.true_ub
@@ -382,6 +403,7 @@ __all__ = [
     "Array",
     "BufferSpec",
     "datatype_of",
+    "held",
     "inferred_count",
     "is_in_place",
     "memory_of",
