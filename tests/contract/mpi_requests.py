@@ -130,6 +130,21 @@ def no_requests(MPI: Any, comm: Any) -> Any:
 
 
 @case
+def statuses_of_no_requests(MPI: Any, comm: Any) -> Any:
+    R, done = MPI.Request, comm.Isend(np.zeros(1), MPI.PROC_NULL)
+    done.Wait()
+    found = []
+    for complete in (R.Waitany, R.Testany, R.waitany, R.testany, R.Get_status_any):
+        for requests in ([], [MPI.REQUEST_NULL], [done]):
+            status = MPI.Status()
+            status.Set_source(7)
+            status.Set_elements(MPI.INT, 3)
+            complete(requests, status)
+            found.append([status.Get_source(), status.Get_count(MPI.INT)])
+    return found
+
+
+@case
 def requests_with_messages_of_mpi(MPI: Any, comm: Any) -> Any:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, got, total = np.array([comm.rank]), np.zeros(1, int), np.array([comm.rank])

@@ -153,7 +153,7 @@ class MpiRequest:
     @classmethod
     def Get_status_any(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
         """Return the same index and flag as `Testany`, without completing the request."""
-        return _first(requests, lambda request: request.Get_status(status))
+        return _first(requests, status, lambda request: request.Get_status(status))
 
     @classmethod
     def Get_status_some(
@@ -220,7 +220,7 @@ class MpiRequest:
 
         If none has finished, return MPI.UNDEFINED, and True only if no request is active.
         """
-        return _first(requests, lambda request: request.Test(status))
+        return _first(requests, status, lambda request: request.Test(status))
 
     @classmethod
     def Testsome(
@@ -269,6 +269,8 @@ class MpiRequest:
             is_over, found = requests[index].test(status)
             if is_over:
                 return index, True, found
+        if not active:
+            EMPTY.write(status)
         return MPI.UNDEFINED, not active, None
 
     @classmethod
@@ -378,12 +380,17 @@ def _active(requests: Sequence[Any]) -> list[int]:
     ]
 
 
-def _first(requests: Sequence[Any], is_done: Callable[[Any], bool]) -> tuple[int, bool]:
+def _first(
+    requests: Sequence[Any], status: Any, is_done: Callable[[Any], bool]
+) -> tuple[int, bool]:
     """Return the index of the first active request that is done, and True.
 
-    If none is done, return MPI.UNDEFINED, and True only if no request is active.
+    If none is done, return MPI.UNDEFINED, and True only if no request is active; `status` is then
+    empty.
     """
     active = _active(requests)
+    if not active:
+        EMPTY.write(status)
     found = next((index for index in active if is_done(requests[index])), MPI.UNDEFINED)
     return found, found != MPI.UNDEFINED or not active
 
