@@ -145,6 +145,24 @@ def statuses_of_no_requests(MPI: Any, comm: Any) -> Any:
 
 
 @case
+def statuses_in_a_tuple(MPI: Any, comm: Any) -> Any:
+    R, status, found = MPI.Request, MPI.Status(), []
+    for complete in (R.Waitall, R.waitall, R.Waitsome, R.waitsome):
+        for statuses in ((), (status,)):
+            requests = [comm.Irecv(np.zeros(2), MPI.PROC_NULL, 3) for _ in range(2)]
+            while not R.Get_status_all(requests):
+                pass
+            found += [complete(requests, statuses), status.Get_source(), len(statuses)]
+            status.Set_source(7)
+    return found
+
+
+@case
+def error_of_requests_of_a_generator(MPI: Any, comm: Any) -> Any:
+    MPI.Request.Waitall(comm.Isend(np.zeros(1), MPI.PROC_NULL) for _ in range(2))
+
+
+@case
 def requests_with_messages_of_mpi(MPI: Any, comm: Any) -> Any:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, got, total = np.array([comm.rank]), np.zeros(1, int), np.array([comm.rank])

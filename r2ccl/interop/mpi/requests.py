@@ -19,7 +19,8 @@ Invariant: when a request was completed without an error, the caller's buffers h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
+from itertools import zip_longest
 from typing import Any
 
 from mpi4py import MPI
@@ -365,6 +366,8 @@ class MpiPrequest(MpiRequest):
 
 
 def _checked(requests: Sequence[Any]) -> Sequence[Any]:
+    if not isinstance(requests, Sized):
+        raise TypeError(f"{requests!r}: a sequence of requests is needed, which can be read twice")
     for request in requests:
         if not isinstance(request, MpiRequest | MPI.Request):
             raise TypeError(f"{request!r} in a list of requests: an MPI.Request is needed")
@@ -455,12 +458,13 @@ def _with_statuses(
 ) -> list[tuple[Any, Any | None]]:
     """Pair each request with a status; append the statuses that the caller's list lacks.
 
-    Without `statuses`, pair each request with None.
+    Requests for which there is no status, because `statuses` is None or a tuple that is too short,
+    are paired with None.
     """
-    if statuses is None:
-        return [(request, None) for request in _checked(requests)]
-    statuses += [MPI.Status() for _ in range(len(requests) - len(statuses))]
-    return list(zip(_checked(requests), statuses, strict=False))
+    checked = _checked(requests)
+    if isinstance(statuses, list):
+        statuses += [MPI.Status() for _ in range(len(checked) - len(statuses))]
+    return list(zip_longest(checked, (statuses or [])[: len(checked)]))
 
 
 __all__ = ["MpiPrequest", "MpiRequest"]
