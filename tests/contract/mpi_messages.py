@@ -234,6 +234,10 @@ def messages_to_nobody(MPI: Any, comm: Any) -> Any:
     message = comm.Mprobe(null, status=status)
     message.Recv(out, status)
     found += [out, described(MPI, status), comm.sendrecv("x", null, source=null)]
+    no_pickle = lambda: 0  # noqa: E731
+    found += [each(no_pickle, null) for each in (comm.send, comm.ssend, comm.bsend)]
+    found += [comm.isend(no_pickle, null).wait(), comm.sendrecv(no_pickle, null, source=null)]
+    found.append(comm.Sendrecv_replace(None, null, 0, null))
     for make in (comm.Send_init, comm.Recv_init):
         request = make(out, null)
         request.Start()
