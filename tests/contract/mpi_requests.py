@@ -163,6 +163,30 @@ def error_of_requests_of_a_generator(MPI: Any, comm: Any) -> Any:
 
 
 @case
+def null_handles(MPI: Any, comm: Any) -> Any:
+    """Those that the constructors make, and those of completed and freed requests."""
+
+    def failure(run: Any) -> Any:
+        try:
+            return run()
+        except MPI.Exception as exc:
+            return exc.Get_error_class() == MPI.ERR_REQUEST
+
+    done, freed = comm.isend(1, MPI.PROC_NULL), comm.Send_init(np.zeros(1), MPI.PROC_NULL)
+    done.wait()
+    freed.Free()
+    nulls = [MPI.Request(), MPI.Prequest(), done, freed]
+    found = [
+        [each == MPI.REQUEST_NULL, bool(each), each.Wait(), each.test(), each.Get_status(),
+         failure(each.Free), failure(each.Cancel)]
+        for each in nulls
+    ]  # fmt: skip
+    found += [MPI.Request.Waitall(nulls), [failure(each.Start) for each in (nulls[1], freed)]]
+    message = MPI.Message()
+    return found, message == MPI.MESSAGE_NULL, bool(message), failure(message.recv)
+
+
+@case
 def requests_with_messages_of_mpi(MPI: Any, comm: Any) -> Any:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, got, total = np.array([comm.rank]), np.zeros(1, int), np.array([comm.rank])

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence, Sized
+from contextlib import AbstractContextManager
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Self
 
 from mpi4py import MPI
 
@@ -37,20 +38,22 @@ _PAUSE_S = 50e-6
 class MpiRequest:
     """Handle of a nonblocking collective or message, in place of ``MPI.Request``.
 
-    Once the request is completed or freed, it is false and equal to ``MPI.REQUEST_NULL``. If the
-    call failed, the method that completes the request raises `MpiError`.
-
-    Parameters
-    ----------
-    comm : Comm
-    call : Call or MessageCall
-        Started by the constructor.
+    Once the request is completed or freed, it is false and equal to ``MPI.REQUEST_NULL``, as is one
+    that the constructor makes. If the call failed, the method that completes the request raises
+    `MpiError`.
     """
 
-    def __init__(self, comm: Any, call: Call | MessageCall) -> None:
-        self._comm = comm
-        self._call: Any = call
-        self._work: Any = call.start(True)
+    def __init__(self) -> None:
+        self._comm: Any = None
+        self._call: Any = None
+        self._work: Any = None
+
+    @classmethod
+    def of(cls, comm: Any, call: Call | MessageCall) -> Self:
+        """Return the request of `call`, a call of the `Comm` `comm`, which this method starts."""
+        made = cls()
+        made._comm, made._call, made._work = comm, call, call.start(True)
+        return made
 
     @property
     def is_active(self) -> bool:
@@ -62,7 +65,7 @@ class MpiRequest:
         """True if the request is not active, or its call has finished, even with an error."""
         if self._work is None:
             return True
-        with handled(self._comm.mpi):
+        with self._handled():
             return bool(self._work.is_done())
 
     def __bool__(self) -> bool:
@@ -109,7 +112,7 @@ class MpiRequest:
             return True
         if not self.has_finished:
             return False
-        with handled(self._comm.mpi):
+        with self._handled():
             outcome = self._call.look(self._work)
         outcome.write(status)
         return True
@@ -122,7 +125,7 @@ class MpiRequest:
         MpiError
             ``ERR_REQUEST``, for a collective and for a request that is not active.
         """
-        with handled(self._comm.mpi):
+        with self._handled():
             if self._work is None:
                 raise MpiError(
                     "the request is not active: there is nothing to cancel", MPI.ERR_REQUEST
@@ -130,14 +133,20 @@ class MpiRequest:
             self._call.cancel(self._work)
 
     def Free(self) -> None:
-        """Free an inactive request, or the request of a send; the send continues.
+        """Free a persistent request that is inactive, or the request of a send, which continues.
 
         Raises
         ------
         MpiError
-            ``ERR_REQUEST``, if the request is active and its call is a collective or a receive.
+            ``ERR_REQUEST``, if the request is completed or freed, or it is active and its call is a
+            collective or a receive.
         """
-        with handled(self._comm.mpi):
+        with self._handled():
+            if not self:
+                raise MpiError(
+                    "the request is completed or was freed: there is nothing to free",
+                    MPI.ERR_REQUEST,
+                )
             if self._work is not None:
                 self._call.drop(self._work)
                 self._work = None
@@ -312,7 +321,7 @@ class MpiRequest:
 
     def _complete(self, timeout_s: float | None) -> CallOutcome:
         try:
-            with handled(self._comm.mpi):
+            with self._handled():
                 outcome: CallOutcome = self._call.wait(self._work, timeout_s)
         except Exception:
             self._work = None
@@ -321,18 +330,22 @@ class MpiRequest:
         self._work = None
         return outcome
 
+    def _handled(self) -> AbstractContextManager[None]:
+        return handled(MPI.COMM_NULL if self._comm is None else self._comm.mpi)
+
 
 class MpiPrequest(MpiRequest):
     """Handle of a persistent call, for any number of starts; in place of ``MPI.Prequest``.
 
-    Unlike for an `MpiRequest`, the constructor does not start the call. The request is true, and
-    not equal to ``MPI.REQUEST_NULL``, until it is freed.
+    The request is true, and not equal to ``MPI.REQUEST_NULL``, until it is freed.
     """
 
-    def __init__(self, comm: Any, call: Call | MessageCall) -> None:
-        self._comm = comm
-        self._call = call
-        self._work = None
+    @classmethod
+    def of(cls, comm: Any, call: Call | MessageCall) -> Self:
+        """Return the request of `call`, a call of the `Comm` `comm`, which `Start` starts."""
+        made = cls()
+        made._comm, made._call = comm, call
+        return made
 
     def __bool__(self) -> bool:
         return self._call is not None
@@ -345,7 +358,7 @@ class MpiPrequest(MpiRequest):
         MpiError
             ``ERR_REQUEST``, if the request is active or was freed.
         """
-        with handled(self._comm.mpi):
+        with self._handled():
             if self.is_active or self._call is None:
                 state = "active: wait for it" if self.is_active else "freed: make another one"
                 raise MpiError(f"the persistent request is {state} before Start()", MPI.ERR_REQUEST)
