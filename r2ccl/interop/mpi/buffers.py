@@ -77,8 +77,8 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_contiguous(self) -> bool:
-        """True if there are no elements, or they have a predefined datatype without gaps."""
-        if not self.count:
+        """True if there is no data, or the elements have a predefined datatype without gaps."""
+        if not self.block_nbytes:
             return True
         datatype = self.datatype
         return bool(datatype.is_predefined and datatype.size == datatype.extent)
@@ -363,7 +363,7 @@ def _extent_of(datatype: Any, purpose: str) -> int:
 
 
 def require_usable(datatype: Any) -> None:
-    """Raise `MpiError` if `datatype` is null or not committed, or its extent is not positive."""
+    """Raise `MpiError` if `datatype` is null, not committed, or has data but no positive extent."""
     if datatype == MPI.DATATYPE_NULL:
         raise MpiError(
             "the datatype is MPI.DATATYPE_NULL: pass the datatype of the elements", MPI.ERR_TYPE
@@ -376,7 +376,7 @@ def require_usable(datatype: Any) -> None:
         raise MpiError(
             "the datatype has not been committed: call its Commit() first", MPI.ERR_TYPE
         ) from exc
-    if datatype.extent <= 0:
+    if datatype.size and datatype.extent <= 0:
         raise MpiError(
             f"the datatype has the extent {datatype.extent}: allowed are 1 byte and more",
             MPI.ERR_TYPE,
