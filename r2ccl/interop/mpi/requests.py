@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence, Sized
 from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import Any, Self
+from weakref import WeakSet
 
 from mpi4py import MPI
 
@@ -33,6 +34,31 @@ from r2ccl.interop.mpi.messages import MessageCall
 #: Pause between two polls of a list of requests, in seconds. Meanwhile, a thread of r2ccl moves
 #: the data.
 _PAUSE_S = 50e-6
+
+
+class Unfinished:
+    """Requests of one `Comm` that are not finished; true if there is one.
+
+    A request is finished once it is not active or, if it was freed while it was active, once its
+    call is done.
+    """
+
+    def __init__(self) -> None:
+        self._started: WeakSet[MpiRequest] = WeakSet()
+        self._dropped: list[Any] = []
+
+    def add(self, request: MpiRequest) -> None:
+        """Note a request whose call was started."""
+        self._started.add(request)
+
+    def drop(self, work: Any) -> None:
+        """Note the call of an active request that is freed."""
+        self._dropped = [each for each in self._dropped if not each.is_done()] + [work]
+
+    def __bool__(self) -> bool:
+        return any(request.is_active for request in self._started) or not all(
+            work.is_done() for work in self._dropped
+        )
 
 
 class MpiRequest:
@@ -53,6 +79,7 @@ class MpiRequest:
         """Return the request of `call`, a call of the `Comm` `comm`, which this method starts."""
         made = cls()
         made._comm, made._call, made._work = comm, call, call.start(True)
+        comm.unfinished.add(made)
         return made
 
     @property
@@ -149,6 +176,7 @@ class MpiRequest:
                 )
             if self._work is not None:
                 self._call.drop(self._work)
+                self._comm.unfinished.drop(self._work)
                 self._work = None
 
     get_status, cancel, free = Get_status, Cancel, Free
@@ -363,6 +391,7 @@ class MpiPrequest(MpiRequest):
                 state = "active: wait for it" if self.is_active else "freed: make another one"
                 raise MpiError(f"the persistent request is {state} before Start()", MPI.ERR_REQUEST)
             self._work = self._call.start(True)
+            self._comm.unfinished.add(self)
 
     def Free(self) -> None:
         """Free the request like `MpiRequest.Free`; it cannot be started again."""
@@ -480,4 +509,4 @@ def _with_statuses(
     return list(zip_longest(checked, (statuses or [])[: len(checked)]))
 
 
-__all__ = ["MpiPrequest", "MpiRequest"]
+__all__ = ["MpiPrequest", "MpiRequest", "Unfinished"]
