@@ -109,3 +109,24 @@ def windows_and_messages(MPI: Any, comm: Any) -> Any:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     comm.Sendrecv(memory[1:], after, recvbuf=got, source=before)
     return memory, got, comm.gather(comm.rank), comm.sendrecv("a", after, source=before)
+
+
+@case
+def freed_with_active_requests(MPI: Any, comm: Any) -> Any:
+    """They complete as usual, whichever rank frees the communicator first."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    made = comm.Dup()
+    x, out = np.full(300_000, comm.rank + 1.0), np.zeros(300_000)
+    late, total = np.zeros(300_000), np.ones(1)
+    requests = [
+        made.Irecv(out, before, 1), made.Irecv(late, before, 2), made.Isend(x, after, 1),
+        made.Iallreduce(MPI.IN_PLACE, total),
+    ]  # fmt: skip
+    made.Isend(x, after, 2).Free()
+    made.Free()
+    comm.Barrier()
+    MPI.Request.Waitall(requests)
+    again = comm.Dup()
+    found = again.allgather(comm.rank)
+    again.Free()
+    return out[[0, -1]], late[[0, -1]], total, found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -160,3 +161,14 @@ def error_of_a_second_start(MPI: Any, comm: Any) -> Any:
 @case
 def error_of_free_of_the_world(MPI: Any, comm: Any) -> Any:
     comm.Free()
+
+
+@case
+def an_error_is_copied_and_pickled(MPI: Any, comm: Any) -> Any:
+    try:
+        comm.Send(np.zeros(1), 99)
+    except MPI.Exception as exc:
+        error = exc
+    copies = [copy.copy(error), *comm.allgather(error)]
+    kinds = [[isinstance(each, MPI.Exception), each.Get_error_class()] for each in copies]
+    return kinds, str(copies[0]) == str(copies[1 + comm.rank]) == str(error)

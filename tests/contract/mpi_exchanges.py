@@ -386,3 +386,26 @@ CASES |= {
         "Alltoallw", lambda MPI, x: [x, [MPI.DOUBLE]], lambda MPI, x: [x, [MPI.DOUBLE]]
     ),
 }
+
+
+@case
+def datatypes_without_data(MPI: Any, comm: Any) -> Any:
+    """Such as the halo of a rank without neighbors: they have a count, but no bytes."""
+    after, before, n = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, comm.size
+    status, found = MPI.Status(), []
+    for none in (
+        MPI.INT.Create_contiguous(0), MPI.DOUBLE.Create_indexed([], []),
+        MPI.DOUBLE.Create_vector(0, 1, 2), MPI.Datatype.Create_struct([], [], []),
+        MPI.INT.Create_contiguous(0).Create_resized(0, 8),
+    ):  # fmt: skip
+        none.Commit()
+        x, out = np.ones(4), np.zeros(4)
+        comm.Sendrecv([x, 2, none], after, 0, [out, 2, none], before, 0, status)
+        found.append([status.Get_count(none), status.Get_count(MPI.BYTE)])
+        comm.Bcast([out, 1, none])
+        comm.Allgather([x, 1, none], [out, 1, none])
+        comm.Alltoallw([x, [1] * n, [0] * n, [none] * n], [out, [1] * n, [8] * n, [none] * n])
+        comm.Alltoallw([x, [1] * n, [0] * n, [none] * n], [out, [0] * n, [0] * n, [MPI.DOUBLE] * n])
+        found.append(out)
+        none.Free()
+    return found

@@ -208,6 +208,19 @@ def objects(MPI: Any, comm: Any) -> Any:
 
 
 @case
+def objects_are_copies(MPI: Any, comm: Any) -> Any:
+    mine = [comm.rank]
+    return [
+        [each == [comm.rank], each is mine]
+        for each in (
+            comm.bcast(mine, 0), comm.allgather(mine)[comm.rank],
+            comm.scatter([mine] * comm.size), comm.alltoall([mine] * comm.size)[comm.rank],
+            comm.sendrecv(mine, comm.rank, source=comm.rank),
+        )
+    ]  # fmt: skip
+
+
+@case
 def objects_through_the_pickler_of_mpi4py(MPI: Any, comm: Any) -> Any:
     seen: list[str] = []
 

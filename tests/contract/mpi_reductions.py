@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import copy
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,18 @@ def operations_of_the_program(MPI: Any, comm: Any) -> Any:
     facts = top.Is_commutative(), compose.Is_commutative(), isinstance(top, MPI.Op)
     top.Free()
     return out, part, maps, at_root, x, facts
+
+
+@case
+def copies_of_operations(MPI: Any, comm: Any) -> Any:
+    top = MPI.Op.Create(longest, commute=True)
+    found = []
+    for op in (MPI.Op(MPI.SUM), MPI.Op(top), copy.copy(MPI.MAX), MPI.Op.fromhandle(MPI.MIN.handle)):
+        out = np.zeros(3)
+        comm.Allreduce(np.array([comm.rank - 1.5, 2.0 - comm.rank, 0.25]), out, op)
+        found.append(out)
+    top.Free()
+    return found, MPI.Op() == MPI.OP_NULL, MPI.Op(MPI.SUM) == MPI.SUM
 
 
 def allreduce_of(send: Form, receive: Form) -> Case:

@@ -130,6 +130,63 @@ def no_requests(MPI: Any, comm: Any) -> Any:
 
 
 @case
+def statuses_of_no_requests(MPI: Any, comm: Any) -> Any:
+    R, done = MPI.Request, comm.Isend(np.zeros(1), MPI.PROC_NULL)
+    done.Wait()
+    found = []
+    for complete in (R.Waitany, R.Testany, R.waitany, R.testany, R.Get_status_any):
+        for requests in ([], [MPI.REQUEST_NULL], [done]):
+            status = MPI.Status()
+            status.Set_source(7)
+            status.Set_elements(MPI.INT, 3)
+            complete(requests, status)
+            found.append([status.Get_source(), status.Get_count(MPI.INT)])
+    return found
+
+
+@case
+def statuses_in_a_tuple(MPI: Any, comm: Any) -> Any:
+    R, status, found = MPI.Request, MPI.Status(), []
+    for complete in (R.Waitall, R.waitall, R.Waitsome, R.waitsome):
+        for statuses in ((), (status,)):
+            requests = [comm.Irecv(np.zeros(2), MPI.PROC_NULL, 3) for _ in range(2)]
+            while not R.Get_status_all(requests):
+                pass
+            found += [complete(requests, statuses), status.Get_source(), len(statuses)]
+            status.Set_source(7)
+    return found
+
+
+@case
+def error_of_requests_of_a_generator(MPI: Any, comm: Any) -> Any:
+    MPI.Request.Waitall(comm.Isend(np.zeros(1), MPI.PROC_NULL) for _ in range(2))
+
+
+@case
+def null_handles(MPI: Any, comm: Any) -> Any:
+    """Those that the constructors make, and those of completed and freed requests."""
+
+    def failure(run: Any) -> Any:
+        try:
+            return run()
+        except MPI.Exception as exc:
+            return exc.Get_error_class() == MPI.ERR_REQUEST
+
+    done, freed = comm.isend(1, MPI.PROC_NULL), comm.Send_init(np.zeros(1), MPI.PROC_NULL)
+    done.wait()
+    freed.Free()
+    nulls = [MPI.Request(), MPI.Prequest(), done, freed]
+    found = [
+        [each == MPI.REQUEST_NULL, bool(each), each.Wait(), each.test(), each.Get_status(),
+         failure(each.Free), failure(each.Cancel)]
+        for each in nulls
+    ]  # fmt: skip
+    found += [MPI.Request.Waitall(nulls), [failure(each.Start) for each in (nulls[1], freed)]]
+    message = MPI.Message()
+    return found, message == MPI.MESSAGE_NULL, bool(message), failure(message.recv)
+
+
+@case
 def requests_with_messages_of_mpi(MPI: Any, comm: Any) -> Any:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, got, total = np.array([comm.rank]), np.zeros(1, int), np.array([comm.rank])
@@ -186,3 +243,32 @@ def persistent_one_at_a_time(MPI: Any, comm: Any) -> Any:
             pass
     request.Free()
     return before, x
+
+
+@case
+def derived_datatypes_freed_meanwhile(MPI: Any, comm: Any) -> Any:
+    """The calls still use the datatypes, as MPI allows."""
+    after, before, n = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, comm.size
+    indexed = MPI.DOUBLE.Create_indexed([2, 1], [4, 0]).Commit()
+    got, everyone, blocks, repeated = np.zeros(8), *np.zeros((2, 8 * n)), np.zeros(8)
+    spread = np.arange(8.0) + comm.rank
+    at = [8 * rank for rank in range(n)]
+    displs = [64 * rank for rank in range(n)]
+    requests = [
+        comm.Irecv([got, 1, indexed], before),
+        comm.Iallgather(spread[:3], [everyone, 1, indexed.Create_resized(0, 64).Commit()]),
+        comm.Ialltoallw(
+            [np.arange(3.0 * n), [3] * n, [24 * rank for rank in range(n)], [MPI.DOUBLE] * n],
+            [blocks, [1] * n, displs, [indexed] * n],
+        ),
+    ]
+    persistent = comm.Bcast_init([repeated, 1, indexed], root=0)
+    indexed.Free()
+    comm.Send(spread[:3], after)
+    MPI.Request.Waitall(requests)
+    for turn in range(2):
+        repeated += comm.rank + turn + 1
+        persistent.Start()
+        persistent.Wait()
+    persistent.Free()
+    return got, everyone, blocks[at], blocks, repeated

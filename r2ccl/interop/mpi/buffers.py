@@ -33,6 +33,20 @@ _NATIVE = "@=<" if sys.byteorder == "little" else "@=>"
 _HOST_DEVICES = (1, 3, 11)
 
 
+class HeldDatatype(MPI.Datatype):
+    """Duplicate of a derived datatype, freed with the last reference to it.
+
+    MPI lets a program free a datatype while a request still needs it.
+    """
+
+    def __new__(cls, datatype: Any) -> HeldDatatype:
+        return super().__new__(cls, datatype.Dup())
+
+    def __del__(self) -> None:
+        if not MPI.Is_finalized():
+            self.Free()
+
+
 class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     """Buffer argument of a call: elements in the memory of the caller.
 
@@ -47,7 +61,8 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     nblocks : int
         Number of blocks, which lie one after another.
     datatype : MPI.Datatype
-        Datatype of the elements.
+        Datatype of the elements, which stays valid if the caller frees its own: see `held`. Not
+        used if there are no elements.
     """
 
     memory: Array
@@ -62,8 +77,8 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_contiguous(self) -> bool:
-        """True if there are no elements, or they have a predefined datatype without gaps."""
-        if not self.count:
+        """True if there is no data, or the elements have a predefined datatype without gaps."""
+        if not self.block_nbytes:
             return True
         datatype = self.datatype
         return bool(datatype.is_predefined and datatype.size == datatype.extent)
@@ -167,6 +182,7 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
     if count:
         require_usable(datatype)
         require_room(memory.size, count * nblocks, datatype)
+        datatype = held(datatype)
     return BufferSpec(memory, count, nblocks, datatype)
 
 
@@ -347,7 +363,7 @@ def _extent_of(datatype: Any, purpose: str) -> int:
 
 
 def require_usable(datatype: Any) -> None:
-    """Raise `MpiError` if `datatype` is null or not committed, or its extent is not positive."""
+    """Raise `MpiError` if `datatype` is null, not committed, or has data but no positive extent."""
     if datatype == MPI.DATATYPE_NULL:
         raise MpiError(
             "the datatype is MPI.DATATYPE_NULL: pass the datatype of the elements", MPI.ERR_TYPE
@@ -360,11 +376,16 @@ def require_usable(datatype: Any) -> None:
         raise MpiError(
             "the datatype has not been committed: call its Commit() first", MPI.ERR_TYPE
         ) from exc
-    if datatype.extent <= 0:
+    if datatype.size and datatype.extent <= 0:
         raise MpiError(
             f"the datatype has the extent {datatype.extent}: allowed are 1 byte and more",
             MPI.ERR_TYPE,
         )
+
+
+def held(datatype: Any) -> Any:
+    """Return `datatype` if it is predefined, else a `HeldDatatype` of it."""
+    return datatype if datatype.is_predefined else HeldDatatype(datatype)
 
 
 def require_room(nbytes: int, count: int, datatype: Any) -> None:
@@ -382,6 +403,7 @@ __all__ = [
     "Array",
     "BufferSpec",
     "datatype_of",
+    "held",
     "inferred_count",
     "is_in_place",
     "memory_of",

@@ -27,6 +27,7 @@ from r2ccl import Communicator, MessageRequest, init
 from r2ccl.interop.mpi import exchanges, forms, messages, object_messages, objects, reductions
 from r2ccl.interop.mpi.errors import MpiError, handled
 from r2ccl.interop.mpi.probes import claim, probe
+from r2ccl.interop.mpi.requests import Unfinished
 
 #: Methods and attributes that run on MPI: properties of a communicator, its attributes, error
 #: handlers and topology, intercommunicators, new processes, and the memory for buffered messages
@@ -68,12 +69,13 @@ class Connections:
     ----------
     nchildren : int
         Number of communicators that were made from the first `Comm`, directly or through others,
-        and are not yet freed.
+        and are not yet closed.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.nchildren = 0
+        self._freed: list[tuple[Communicator, Unfinished]] = []
         self._kept: set[MessageRequest] = set()
         self._lock = threading.Lock()
         self._owner = os.getpid()
@@ -98,14 +100,29 @@ class Connections:
                 with self._lock:
                     self._kept.discard(request)
 
-    def free(self) -> None:
-        """Close the connections, unless some rank still uses them for another communicator.
+    def free_child(self, communicator: Communicator, unfinished: Unfinished) -> None:
+        """Close a communicator made from the first `Comm`, once it has no unfinished request.
 
+        One that has is closed by the first call of this method after that.
+        """
+        freed, self._freed = [*self._freed, (communicator, unfinished)], []
+        for each in freed:
+            if each[1]:
+                self._freed.append(each)
+            else:
+                each[0].close()
+                self.nchildren -= 1
+
+    def free(self, unfinished: Unfinished) -> None:
+        """Close the connections, unless some rank still uses them.
+
+        It does for another communicator, or for an unfinished request of the first `Comm`.
         Connections left open are closed when the process ends.
 
         *Collective*: all ranks.
         """
-        if not self.communicator.allreduce(np.array([self.nchildren]))[0]:
+        nusers = self.nchildren + bool(unfinished)
+        if not self.communicator.allreduce(np.array([nusers]))[0]:
             atexit.unregister(self._leave)
             self.communicator.close()
 
@@ -167,6 +184,7 @@ class Comm(MPI.Intracomm):
         self.mpi = MPI.Intracomm(comm)
         self._communicator: Communicator | None = communicator
         self._connections = connections
+        self.unfinished = Unfinished()
         #: Held while a thread takes a message; `Mprobe` takes it in two steps, probe and receive.
         self.taking = threading.Lock()
         #: ``keep(request)`` holds a buffered message until it is sent.
@@ -355,10 +373,11 @@ class Comm(MPI.Intracomm):
         return cls(MPI.Intracomm.Create_from_group(group, stringtag, info, errhandler))
 
     def Free(self) -> None:
-        """Wait for all communication of this rank, then free the communicator in r2ccl and in MPI.
+        """Wait for the buffered messages, then free the communicator in r2ccl and in MPI.
 
-        While communicators made from this one exist, a `Comm` that the constructor made stays open
-        in r2ccl, and `Free` waits only for buffered messages.
+        As in MPI, requests that are active then can still be completed: the communicator stays open
+        in r2ccl for them. So does a `Comm` that the constructor made, while communicators made from
+        it exist.
 
         *Collective*: all ranks. For ``MPI.COMM_WORLD`` and ``MPI.COMM_SELF`` it raises the error of
         MPI, and the communicator stays usable.
@@ -369,10 +388,9 @@ class Comm(MPI.Intracomm):
                 connections = self._connections
                 connections.flush()
                 if communicator is connections.communicator:
-                    connections.free()
+                    connections.free(self.unfinished)
                 else:
-                    communicator.close()
-                    connections.nchildren -= 1
+                    connections.free_child(communicator, self.unfinished)
         super().Free()
         self.mpi = MPI.Intracomm(self)
 

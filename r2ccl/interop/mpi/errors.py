@@ -48,6 +48,9 @@ class MpiError(MPI.Exception):
         super().__init__(error_class)
         self._message = message
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MpiError, (self._message, self.Get_error_class())
+
     def __str__(self) -> str:
         return self._message
 

@@ -71,7 +71,7 @@ def nonblocking(make: Make) -> Any:
 
     def method(self: Any, *args: Any, **kwargs: Any) -> MpiRequest:
         with handled(self.mpi):
-            return MpiRequest(self, make(self, *args, **kwargs))
+            return MpiRequest.of(self, make(self, *args, **kwargs))
 
     return _documented(method, make)
 
@@ -88,7 +88,7 @@ def persistent(make: Make, *more: inspect.Parameter) -> Any:
         for each in more:  # hints, which r2ccl does not use
             given.pop(each.name, None)
         with handled(self.mpi):
-            return MpiPrequest(self, make(**given))
+            return MpiPrequest.of(self, make(**given))
 
     return _documented(method, make, *more)
 

@@ -201,6 +201,8 @@ def sendrecv_replace(
     recvtag: int = MPI.ANY_TAG,
 ) -> MessageCall:
     """Send a copy of `buf` and receive into `buf`, like mpi4py's Sendrecv_replace."""
+    if dest == source == MPI.PROC_NULL:  # mpi4py then ignores the buffer
+        return sendrecv(comm, None, dest, sendtag, None, source, recvtag)
     given = message(buf, writable=True)
     copy = np.empty(given.block_nbytes, np.uint8)
     received = recv(comm, buf, source, recvtag)

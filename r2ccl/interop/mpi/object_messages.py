@@ -31,7 +31,7 @@ _IRECV_NBYTES = 1 << 15
 
 def send(comm: Any, obj: Any, dest: int, tag: int = 0) -> MessageCall:
     """Send an object to rank `dest`, like mpi4py's send."""
-    return sending(comm, pickled(obj), dest, tag)
+    return _sending_object(comm, obj, dest, tag)
 
 
 def ssend(comm: Any, obj: Any, dest: int, tag: int = 0) -> MessageCall:
@@ -39,7 +39,7 @@ def ssend(comm: Any, obj: Any, dest: int, tag: int = 0) -> MessageCall:
 
     The call has finished only when a receive has taken the message.
     """
-    return sending(comm, pickled(obj), dest, tag, is_synchronous=True)
+    return _sending_object(comm, obj, dest, tag, is_synchronous=True)
 
 
 def bsend(comm: Any, obj: Any, dest: int, tag: int = 0) -> MessageCall:
@@ -96,6 +96,13 @@ def sendrecv(
     outcome = recv(comm, recvbuf, source, recvtag).run()
     call.wait(sent)
     return outcome
+
+
+def _sending_object(
+    comm: Any, obj: Any, dest: Any, tag: Any, *, is_synchronous: bool = False
+) -> MessageCall:
+    data = None if dest == MPI.PROC_NULL else pickled(obj)  # mpi4py then ignores the object
+    return sending(comm, data, dest, tag, is_synchronous=is_synchronous)
 
 
 def _memory(buf: Any) -> Any:

@@ -18,7 +18,7 @@ from r2ccl.interop.mpi.calls import root_of
 
 
 def bcast(comm: Any, obj: Any, root: int = 0) -> Any:
-    """Send the object of rank `root` to all ranks; return it, like mpi4py's bcast."""
+    """Send the object of rank `root` to all ranks; return a copy, like mpi4py's bcast."""
     root = root_of(comm, root)
     is_root = comm.rank == root
     data = pickled(obj) if is_root else np.empty(0, np.uint8)
@@ -26,7 +26,7 @@ def bcast(comm: Any, obj: Any, root: int = 0) -> Any:
     if not is_root:
         data = np.empty(size[0], np.uint8)
     comm.communicator.broadcast(data, root=root)
-    return obj if is_root else MPI.pickle.loads(data.data)
+    return MPI.pickle.loads(data.data)
 
 
 def gather(comm: Any, sendobj: Any, root: int = 0) -> list[Any] | None:

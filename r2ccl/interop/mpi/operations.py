@@ -83,11 +83,15 @@ class MpiOp(MPI.Op):
 
     Attributes
     ----------
-    converted : UserOp
-        The operation for r2ccl.
+    converted : UserOp or None
+        The operation for r2ccl; None if the operation is predefined, such as ``Op(MPI.SUM)``.
     """
 
-    converted: UserOp
+    converted: UserOp | None = None
+
+    def __init__(self, op: Any = None) -> None:
+        if isinstance(op, MpiOp):
+            self.converted = op.converted
 
     @classmethod
     def Create(cls, function: Callable[..., Any], commute: bool = False) -> MpiOp:
@@ -156,8 +160,9 @@ def reduction(op: Any, datatype: Any) -> tuple[ReduceOp | UserOp, np.dtype[Any]]
             MPI.ERR_OP,
         )
     dtype, allowed = _DATATYPES[datatype.handle]
-    if isinstance(op, MpiOp) and op != MPI.OP_NULL and dtype.names is None:
-        return op.converted, dtype
+    converted = op.converted if isinstance(op, MpiOp) and op != MPI.OP_NULL else None
+    if converted is not None and dtype.names is None:
+        return converted, dtype
     maker = "Op.Create" if isinstance(op, MpiOp) else "mpi4py's MPI.Op.Create"
     name = _OP_NAMES.get(op.handle, f"made by {maker}")
     if name not in allowed:

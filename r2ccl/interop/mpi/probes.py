@@ -6,7 +6,8 @@ new memory, and `MpiMessage` later copies it to the caller's memory.
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
 import numpy as np
 from mpi4py import MPI
@@ -55,7 +56,7 @@ def claim(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -
         with comm.taking:
             found = probe(comm, source, tag, status, is_blocking=False)
             if found is not None:
-                return MpiMessage(comm, found)
+                return MpiMessage.of(comm, found)
         if not is_blocking:
             return None
         probe(comm, source, tag, None, is_blocking=True)
@@ -69,21 +70,26 @@ def loaded(data: Any) -> Any:
 class MpiMessage:
     """Message that `Comm.Mprobe` and `Comm.Improbe` return, in place of ``MPI.Message``.
 
-    The constructor takes the message, so that no other receive can take it. Once `Recv`, `Irecv`,
-    `recv` or `irecv` has begun, the object is false and equal to ``MPI.MESSAGE_NULL``.
-
-    Parameters
-    ----------
-    comm : Comm
-    found : Message
-        The first message with its source and tag that no receive has taken yet.
+    Once `Recv`, `Irecv`, `recv` or `irecv` has begun, the object is false and equal to
+    ``MPI.MESSAGE_NULL``, as is one that the constructor makes.
     """
 
-    def __init__(self, comm: Any, found: Message) -> None:
-        self._comm = comm
-        self._data = np.empty(found.count, np.uint8)
+    def __init__(self) -> None:
+        self._comm: Any = None
+        self._data = np.empty(0, np.uint8)
+        self._request: Any = None
+
+    @classmethod
+    def of(cls, comm: Any, found: Message) -> Self:
+        """Take a message of the `Comm` `comm`, so that no other receive can take it.
+
+        `found` is the first message with its source and tag that no receive has taken yet.
+        """
+        made = cls()
+        made._comm, made._data = comm, np.empty(found.count, np.uint8)
         receive = comm.communicator.recv
-        self._request: Any = receive(self._data, found.source, found.tag, async_op=True)
+        made._request = receive(made._data, found.source, found.tag, async_op=True)
+        return made
 
     @classmethod
     def Probe(
@@ -103,25 +109,25 @@ class MpiMessage:
 
     def Recv(self, buf: Any, status: Any = None) -> None:
         """Copy the message into `buf`; raise `MpiError` (``ERR_TRUNCATE``) if it does not fit."""
-        with handled(self._comm.mpi):
+        with self._handled():
             self._into(buf).run().write(status)
 
     def Irecv(self, buf: Any) -> MpiRequest:
         """Begin to copy the message into `buf`; return the request."""
-        with handled(self._comm.mpi):
-            return MpiRequest(self._comm, self._into(buf))
+        with self._handled():
+            return MpiRequest.of(self._comm, self._into(buf))
 
     def recv(self, status: Any = None) -> Any:
         """Return the Python object of the message."""
-        with handled(self._comm.mpi):
+        with self._handled():
             outcome = self.as_object().run()
         outcome.write(status)
         return outcome.obj
 
     def irecv(self) -> MpiRequest:
         """Return a request whose `MpiRequest.wait` returns the Python object of the message."""
-        with handled(self._comm.mpi):
-            return MpiRequest(self._comm, self.as_object())
+        with self._handled():
+            return MpiRequest.of(self._comm, self.as_object())
 
     def __bool__(self) -> bool:
         return self._request is not None
@@ -132,6 +138,9 @@ class MpiMessage:
         return self is other
 
     __hash__ = object.__hash__
+
+    def _handled(self) -> AbstractContextManager[None]:
+        return handled(MPI.COMM_NULL if self._comm is None else self._comm.mpi)
 
     def _into(self, buf: Any) -> MessageCall:
         into = message(buf, writable=True)

@@ -88,11 +88,11 @@ def reduce_scatter(
     if in_place:
         _require_equal("receive count", received.count, "sum(counts)", total)
         return _at_start(run, received, own, op)
+    found, dtype = reduction(op, received.datatype)
     sent = message(sendbuf, writable=False)
     _require_same_datatype(sent, received)
     _require_equal("send count", sent.count, "sum(counts)", total)
     _require_equal("receive count", received.count, f"counts[{comm.rank}]", own)
-    found, dtype = reduction(op, received.datatype)
     x, out = sent.elements(dtype), received.elements(dtype)
     return _call(lambda x, out: partial(run, x, out, found), x, out)
 

@@ -19,8 +19,11 @@ Invariant: when a request was completed without an error, the caller's buffers h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence, Sized
+from contextlib import AbstractContextManager
+from itertools import zip_longest
+from typing import Any, Self
+from weakref import WeakSet
 
 from mpi4py import MPI
 
@@ -33,23 +36,51 @@ from r2ccl.interop.mpi.messages import MessageCall
 _PAUSE_S = 50e-6
 
 
+class Unfinished:
+    """Requests of one `Comm` that are not finished; true if there is one.
+
+    A request is finished once it is not active or, if it was freed while it was active, once its
+    call is done.
+    """
+
+    def __init__(self) -> None:
+        self._started: WeakSet[MpiRequest] = WeakSet()
+        self._dropped: list[Any] = []
+
+    def add(self, request: MpiRequest) -> None:
+        """Note a request whose call was started."""
+        self._started.add(request)
+
+    def drop(self, work: Any) -> None:
+        """Note the call of an active request that is freed."""
+        self._dropped = [each for each in self._dropped if not each.is_done()] + [work]
+
+    def __bool__(self) -> bool:
+        return any(request.is_active for request in self._started) or not all(
+            work.is_done() for work in self._dropped
+        )
+
+
 class MpiRequest:
     """Handle of a nonblocking collective or message, in place of ``MPI.Request``.
 
-    Once the request is completed or freed, it is false and equal to ``MPI.REQUEST_NULL``. If the
-    call failed, the method that completes the request raises `MpiError`.
-
-    Parameters
-    ----------
-    comm : Comm
-    call : Call or MessageCall
-        Started by the constructor.
+    Once the request is completed or freed, it is false and equal to ``MPI.REQUEST_NULL``, as is one
+    that the constructor makes. If the call failed, the method that completes the request raises
+    `MpiError`.
     """
 
-    def __init__(self, comm: Any, call: Call | MessageCall) -> None:
-        self._comm = comm
-        self._call: Any = call
-        self._work: Any = call.start(True)
+    def __init__(self) -> None:
+        self._comm: Any = None
+        self._call: Any = None
+        self._work: Any = None
+
+    @classmethod
+    def of(cls, comm: Any, call: Call | MessageCall) -> Self:
+        """Return the request of `call`, a call of the `Comm` `comm`, which this method starts."""
+        made = cls()
+        made._comm, made._call, made._work = comm, call, call.start(True)
+        comm.unfinished.add(made)
+        return made
 
     @property
     def is_active(self) -> bool:
@@ -61,7 +92,7 @@ class MpiRequest:
         """True if the request is not active, or its call has finished, even with an error."""
         if self._work is None:
             return True
-        with handled(self._comm.mpi):
+        with self._handled():
             return bool(self._work.is_done())
 
     def __bool__(self) -> bool:
@@ -108,7 +139,7 @@ class MpiRequest:
             return True
         if not self.has_finished:
             return False
-        with handled(self._comm.mpi):
+        with self._handled():
             outcome = self._call.look(self._work)
         outcome.write(status)
         return True
@@ -121,7 +152,7 @@ class MpiRequest:
         MpiError
             ``ERR_REQUEST``, for a collective and for a request that is not active.
         """
-        with handled(self._comm.mpi):
+        with self._handled():
             if self._work is None:
                 raise MpiError(
                     "the request is not active: there is nothing to cancel", MPI.ERR_REQUEST
@@ -129,16 +160,23 @@ class MpiRequest:
             self._call.cancel(self._work)
 
     def Free(self) -> None:
-        """Free an inactive request, or the request of a send; the send continues.
+        """Free a persistent request that is inactive, or the request of a send, which continues.
 
         Raises
         ------
         MpiError
-            ``ERR_REQUEST``, if the request is active and its call is a collective or a receive.
+            ``ERR_REQUEST``, if the request is completed or freed, or it is active and its call is a
+            collective or a receive.
         """
-        with handled(self._comm.mpi):
+        with self._handled():
+            if not self:
+                raise MpiError(
+                    "the request is completed or was freed: there is nothing to free",
+                    MPI.ERR_REQUEST,
+                )
             if self._work is not None:
                 self._call.drop(self._work)
+                self._comm.unfinished.drop(self._work)
                 self._work = None
 
     get_status, cancel, free = Get_status, Cancel, Free
@@ -153,7 +191,7 @@ class MpiRequest:
     @classmethod
     def Get_status_any(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
         """Return the same index and flag as `Testany`, without completing the request."""
-        return _first(requests, lambda request: request.Get_status(status))
+        return _first(requests, status, lambda request: request.Get_status(status))
 
     @classmethod
     def Get_status_some(
@@ -220,7 +258,7 @@ class MpiRequest:
 
         If none has finished, return MPI.UNDEFINED, and True only if no request is active.
         """
-        return _first(requests, lambda request: request.Test(status))
+        return _first(requests, status, lambda request: request.Test(status))
 
     @classmethod
     def Testsome(
@@ -269,6 +307,8 @@ class MpiRequest:
             is_over, found = requests[index].test(status)
             if is_over:
                 return index, True, found
+        if not active:
+            EMPTY.write(status)
         return MPI.UNDEFINED, not active, None
 
     @classmethod
@@ -309,7 +349,7 @@ class MpiRequest:
 
     def _complete(self, timeout_s: float | None) -> CallOutcome:
         try:
-            with handled(self._comm.mpi):
+            with self._handled():
                 outcome: CallOutcome = self._call.wait(self._work, timeout_s)
         except Exception:
             self._work = None
@@ -318,18 +358,22 @@ class MpiRequest:
         self._work = None
         return outcome
 
+    def _handled(self) -> AbstractContextManager[None]:
+        return handled(MPI.COMM_NULL if self._comm is None else self._comm.mpi)
+
 
 class MpiPrequest(MpiRequest):
     """Handle of a persistent call, for any number of starts; in place of ``MPI.Prequest``.
 
-    Unlike for an `MpiRequest`, the constructor does not start the call. The request is true, and
-    not equal to ``MPI.REQUEST_NULL``, until it is freed.
+    The request is true, and not equal to ``MPI.REQUEST_NULL``, until it is freed.
     """
 
-    def __init__(self, comm: Any, call: Call | MessageCall) -> None:
-        self._comm = comm
-        self._call = call
-        self._work = None
+    @classmethod
+    def of(cls, comm: Any, call: Call | MessageCall) -> Self:
+        """Return the request of `call`, a call of the `Comm` `comm`, which `Start` starts."""
+        made = cls()
+        made._comm, made._call = comm, call
+        return made
 
     def __bool__(self) -> bool:
         return self._call is not None
@@ -342,11 +386,12 @@ class MpiPrequest(MpiRequest):
         MpiError
             ``ERR_REQUEST``, if the request is active or was freed.
         """
-        with handled(self._comm.mpi):
+        with self._handled():
             if self.is_active or self._call is None:
                 state = "active: wait for it" if self.is_active else "freed: make another one"
                 raise MpiError(f"the persistent request is {state} before Start()", MPI.ERR_REQUEST)
             self._work = self._call.start(True)
+            self._comm.unfinished.add(self)
 
     def Free(self) -> None:
         """Free the request like `MpiRequest.Free`; it cannot be started again."""
@@ -363,6 +408,8 @@ class MpiPrequest(MpiRequest):
 
 
 def _checked(requests: Sequence[Any]) -> Sequence[Any]:
+    if not isinstance(requests, Sized):
+        raise TypeError(f"{requests!r}: a sequence of requests is needed, which can be read twice")
     for request in requests:
         if not isinstance(request, MpiRequest | MPI.Request):
             raise TypeError(f"{request!r} in a list of requests: an MPI.Request is needed")
@@ -378,12 +425,17 @@ def _active(requests: Sequence[Any]) -> list[int]:
     ]
 
 
-def _first(requests: Sequence[Any], is_done: Callable[[Any], bool]) -> tuple[int, bool]:
+def _first(
+    requests: Sequence[Any], status: Any, is_done: Callable[[Any], bool]
+) -> tuple[int, bool]:
     """Return the index of the first active request that is done, and True.
 
-    If none is done, return MPI.UNDEFINED, and True only if no request is active.
+    If none is done, return MPI.UNDEFINED, and True only if no request is active; `status` is then
+    empty.
     """
     active = _active(requests)
+    if not active:
+        EMPTY.write(status)
     found = next((index for index in active if is_done(requests[index])), MPI.UNDEFINED)
     return found, found != MPI.UNDEFINED or not active
 
@@ -448,12 +500,13 @@ def _with_statuses(
 ) -> list[tuple[Any, Any | None]]:
     """Pair each request with a status; append the statuses that the caller's list lacks.
 
-    Without `statuses`, pair each request with None.
+    Requests for which there is no status, because `statuses` is None or a tuple that is too short,
+    are paired with None.
     """
-    if statuses is None:
-        return [(request, None) for request in _checked(requests)]
-    statuses += [MPI.Status() for _ in range(len(requests) - len(statuses))]
-    return list(zip(_checked(requests), statuses, strict=False))
+    checked = _checked(requests)
+    if isinstance(statuses, list):
+        statuses += [MPI.Status() for _ in range(len(checked) - len(statuses))]
+    return list(zip_longest(checked, (statuses or [])[: len(checked)]))
 
 
-__all__ = ["MpiPrequest", "MpiRequest"]
+__all__ = ["MpiPrequest", "MpiRequest", "Unfinished"]

@@ -24,6 +24,7 @@ from r2ccl.interop.mpi.buffers import (
     Array,
     BufferSpec,
     datatype_of,
+    held,
     inferred_count,
     memory_of,
     parts_of,
@@ -147,13 +148,17 @@ def _made(
     # As in MPI, a block without elements may have any displacement.
     starts = [offset if count else 0 for count, offset in zip(counts, offsets, strict=True)]
     blocks = []
-    for count, offset, datatype in zip(counts, starts, datatypes, strict=True):
+    usable: dict[int, Any] = {}  # by the handle of the caller's datatype
+    for count, offset, given in zip(counts, starts, datatypes, strict=True):
         if count < 0 or offset < 0:
             raise ValueError(f"message: negative count {count} or displacement {offset} of a block")
         rest = memory[offset:]
         if count:
-            require_usable(datatype)
-            require_room(rest.size, count, datatype)
+            if given.handle not in usable:
+                require_usable(given)
+                usable[given.handle] = held(given)
+            require_room(rest.size, count, given)
+        datatype = usable[given.handle] if count else given
         blocks.append(BufferSpec(rest, count, 1, datatype))
     return VectorSpec(memory, tuple(blocks), tuple(starts))
 
