@@ -283,7 +283,7 @@ def _counts(tensors: Sequence[Tensor]) -> list[int]:
 
 def _split(name: str, tensor: Tensor, splits: Sequence[int], nranks: int) -> list[int]:
     """Return the number of elements of each rank's rows; without `splits`, equal numbers."""
-    nrows = tensor.shape[0] if tensor.dim() else 0
+    nrows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if nrows % nranks:
             raise InvalidArgument(
