@@ -647,6 +647,10 @@ def error_rows_that_do_not_divide() -> Any:
     dist.all_to_all_single(torch.zeros(4), torch.zeros(4))
 
 
+def error_scalars_have_no_rows() -> Any:
+    dist.all_to_all_single(torch.zeros(()), torch.zeros(()))
+
+
 def error_no_tensor() -> Any:
     dist.all_reduce("tensor")
 

@@ -233,13 +233,15 @@ def groups_made_beside_calls() -> None:
 
 def what_is_refused_leaves_the_group_usable() -> None:
     init()
-    n, world = dist.get_world_size(), group()
+    rank, n, world = dist.get_rank(), dist.get_world_size(), group()
     mixed = [torch.zeros(1)] * (n - 1) + [torch.zeros(1, dtype=torch.int32)]
     x, sparse = torch.zeros(3), torch.zeros(3).to_sparse()
     last_is_sparse = [x] * (n - 1) + [sparse]
     for call, text in (
         (lambda: dist.new_group(pg_options=object()), "pg_options=<object"),
         (lambda: world.set_timeout(timedelta(days=1)), "timeout=1 day, 0:00:00; allowed are"),
+        (lambda: dist.new_group(timeout=timedelta(days=1)), "timeout=1 day, 0:00:00; allowed are"),
+        (lambda: world.split_group([0], timedelta(days=1)), "timeout=1 day, 0:00:00; allowed are"),
         (lambda: world.set_timeout(timedelta(0)), "timeout=0:00:00; allowed are"),
         (lambda: world.alltoall(mixed, mixed).wait(), "a list has tensors of torch.float32"),
         (lambda: world.broadcast([torch.zeros(1)] * 2).wait(), "2 tensors were given"),
@@ -250,6 +252,11 @@ def what_is_refused_leaves_the_group_usable() -> None:
         (lambda: world.reduce_scatter([x], [last_is_sparse]).wait(), "layout torch.sparse_coo"),
         (lambda: world.reduce_scatter([sparse], [[x] * n]).wait(), "layout torch.sparse_coo"),
         (lambda: world.all_to_all_single(sparse, x[:n], [], []).wait(), "layout torch.sparse_coo"),
+        (
+            lambda: dist.all_reduce(torch.ones(2 + rank).to_sparse()),
+            "(2,) with 1 sparse dimensions",
+        ),
+        (lambda: dist.all_reduce(torch.ones(2, 2).to_sparse(2 - rank % 2)), "with 2 sparse"),
         (lambda: world.recv([torch.zeros(3)], 0, -1), "tag=-1: allowed are"),
         (lambda: dist.all_reduce(torch.zeros(1, device="meta")), "on meta"),
         (lambda: world._get_backend(torch.device("cuda")), "does not support tensors on cuda"),

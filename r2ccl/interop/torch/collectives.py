@@ -82,18 +82,35 @@ def _allreduce_sparse(comm: Communicator, tensor: Tensor, opts: Any) -> None:
     if opts.reduceOp.op != _KINDS.SUM:
         raise InvalidArgument(f"{opts.reduceOp.op} on a sparse tensor: allowed is SUM")
     mine = tensor.detach().coalesce()
+    # The shapes must be equal, because an index that is out of bounds corrupts memory.
+    form = np.array([mine._nnz(), mine.sparse_dim(), *mine.shape])
+    forms = comm.allgather(form).reshape(comm.nranks, -1).tolist()
+    for rank, (_, *other) in enumerate(forms):
+        if other != forms[0][1:]:
+            raise InvalidArgument(
+                f"rank 0 passed {_sparse_form(forms[0])}, rank {rank} {_sparse_form(forms[rank])}: "
+                "all ranks must pass sparse tensors of the same shape"
+            )
+    counts = [each[0] for each in forms]
     # One row per element, so that the parts of the ranks follow one another.
     indices, values = in_order(mine.indices().t()), in_order(mine.values())
-    counts = [int(n) for n in comm.allgather(np.array([mine._nnz()])).ravel()]
     gathered = []
     for rows in (indices, values):
         whole = rows.new_empty((sum(counts), *rows.shape[1:]))
         width = rows[0].numel() if len(rows) else int(np.prod(rows.shape[1:]))
         comm.allgatherv(array_of(rows), array_of(whole), counts=[count * width for count in counts])
         gathered.append(whole)
-    total = torch.sparse_coo_tensor(gathered[0].t(), gathered[1], tensor.shape)
+    # Opting out of the check keeps torch from warning that it is off; shapes and indices fit.
+    total = torch.sparse_coo_tensor(
+        gathered[0].t(), gathered[1], tensor.shape, check_invariants=False
+    )
     with torch.no_grad():
         tensor.copy_(total.coalesce())
+
+
+def _sparse_form(form: Sequence[int]) -> str:
+    _, sparse_dim, *shape = form
+    return f"a sparse tensor of shape {tuple(shape)} with {sparse_dim} sparse dimensions"
 
 
 def broadcast(comm: Communicator, tensors: Any, opts: Any) -> None:
@@ -283,7 +300,7 @@ def _counts(tensors: Sequence[Tensor]) -> list[int]:
 
 def _split(name: str, tensor: Tensor, splits: Sequence[int], nranks: int) -> list[int]:
     """Return the number of elements of each rank's rows; without `splits`, equal numbers."""
-    nrows = tensor.shape[0] if tensor.dim() else 0
+    nrows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if nrows % nranks:
             raise InvalidArgument(

@@ -34,6 +34,7 @@ from r2ccl.interop.torch.works import (
     CollectiveWork,
     MessageWork,
     late_collective,
+    require_timeout,
     seconds,
     translated,
 )
@@ -413,14 +414,7 @@ class GroupMethods:
         DistBackendError
             If `timeout` is out of this range.
         """
-        limit_s = self.communicator.config.timeout_s
-        if not 0 < timeout.total_seconds() <= limit_s:
-            raise InvalidArgument(
-                f"timeout={timeout}; allowed are more than 0 s and up to {limit_s:g} s, the "
-                "timeout with which the ranks were connected: to raise this limit, pass a longer "
-                "timeout to init_process_group (to new_group, if the group of all ranks has "
-                "another backend) or, if R2CC_TIMEOUT_S is set, raise that"
-            )
+        require_timeout(timeout, self.communicator.config.timeout_s)
         self._state.set_timeout(timeout)
 
     _set_default_timeout = set_timeout

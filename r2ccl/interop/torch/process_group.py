@@ -89,8 +89,8 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
             If the ranks do not meet in time, or cannot be connected.
         """
         with translated:
-            made = _connections.communicator(opts)
-        return cls(made, opts.store, timeout_of(made, opts))
+            made, timeout = _connections.connect(opts)
+        return cls(made, opts.store, timeout)
 
     def split_group(
         self,
@@ -110,12 +110,16 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
         rank = self.communicator.rank
         is_in = rank in ranks
         with translated:
+            limit = (
+                timedelta(seconds=self._state.timeout_s)
+                if timeout is None
+                else timeout_of(self.communicator, timeout)
+            )
             made = self.communicator.split(
                 min(ranks) if is_in else None, ranks.index(rank) if is_in else 0
             )
         if made is None:
             return None
-        limit = timedelta(seconds=self._state.timeout_s) if timeout is None else timeout
         group = R2cclProcessGroup(
             made, dist.PrefixStore(f"{group_name}/", self._state.store), limit
         )

@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from r2ccl import Communicator, TransportError, TransportTimeout, init
 from r2ccl.clock import monotonic
 from r2ccl.interop.rank_exchange import RankExchange
+from r2ccl.interop.torch.works import require_timeout
 
 #: Variable by which `r2ccl launch` passes a listening socket at R2CC_PORT, for use without a store.
 _LISTENER = "R2CC_LISTEN_FD"
@@ -113,8 +114,8 @@ class TorchConnections:
     def __init__(self) -> None:
         self._whole: Communicator | None = None
 
-    def communicator(self, opts: Any) -> Communicator:
-        """Return a communicator for a new group.
+    def connect(self, opts: Any) -> tuple[Communicator, timedelta]:
+        """Return a communicator for a new group, and the timeout of the group's calls.
 
         Parameters
         ----------
@@ -126,6 +127,8 @@ class TorchConnections:
             If a rank of the group does not make the group within ``opts.timeout``.
         TransportError
             If the store fails during a wait for other ranks.
+        InvalidArgument
+            If ``opts.timeout`` is above that of the communicator whose connections are shared.
         R2cclError
             If `r2ccl.init` or `Communicator.create_among` raises it.
 
@@ -137,7 +140,8 @@ class TorchConnections:
         members = list(opts.global_ranks_in_group)
         whole = self._whole
         if members and whole is not None:
-            return whole.create_among(members, ranks.allgather_bytes)
+            timeout = timeout_of(whole, opts.timeout)
+            return whole.create_among(members, ranks.allgather_bytes), timeout
         settings: dict[str, Any] = {}
         if _TIMEOUT not in os.environ:
             settings["timeout_s"] = opts.timeout.total_seconds()
@@ -146,7 +150,7 @@ class TorchConnections:
         made = init(ranks, **settings)
         if not members:
             self._whole = made
-        return made
+        return made, timeout_of(made, opts.timeout)
 
     def forget(self, communicator: Communicator) -> None:
         """Make no more communicators from `communicator`, because this rank leaves its group."""
@@ -154,16 +158,22 @@ class TorchConnections:
             self._whole = None
 
 
-def timeout_of(communicator: Communicator, opts: Any) -> timedelta:
-    """Return the timeout of a group's calls: that of `communicator`, or a shorter one in `opts`.
+def timeout_of(communicator: Communicator, given: timedelta) -> timedelta:
+    """Return the timeout of the calls of a group on `communicator`, which was given as `given`.
 
-    It is that of `communicator` if R2CC_TIMEOUT_S is set, or if `opts` has torch's default timeout,
-    which ``new_group`` passes if the program gives none.
+    It is that of `communicator` if R2CC_TIMEOUT_S is set, or if `given` is torch's default timeout,
+    which torch passes if the program gives none.
+
+    Raises
+    ------
+    InvalidArgument
+        If `given` is not above 0, or above the timeout of `communicator`.
     """
-    limit, given = timedelta(seconds=communicator.config.timeout_s), opts.timeout
+    limit_s = communicator.config.timeout_s
     if _TIMEOUT in os.environ or given == default_pg_timeout:
-        return limit
-    return limit if given > limit else timedelta(seconds=given.total_seconds())
+        return timedelta(seconds=limit_s)
+    require_timeout(given, limit_s)
+    return given
 
 
 __all__ = ["StoreRanks", "TorchConnections", "timeout_of"]
