@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.bootstrap.control import ControlPlane
+from r2ccl.config import Config
 from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.health.driver import Known
 from r2ccl.failover.migration.repairs import Repair
@@ -1122,7 +1123,9 @@ class Communicator:
         """
         return self._engine.register(arguments.as_buffer(x, writable=True).array.view(np.uint8))
 
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+    def split(
+        self, color: int | None, key: int = 0, *, timeout_s: float | None = None
+    ) -> Communicator | None:
         """Return a new communicator of the ranks that pass the same `color`.
 
         The new communicator shares this one's connections, control plane and knowledge of failed
@@ -1135,6 +1138,9 @@ class Communicator:
             Any integer of 64 bits. None: this rank takes part in no new communicator.
         key : int
             The ranks of the new communicator are ordered by `key`, then by their ranks in this one.
+        timeout_s : float, optional
+            Time limit of each call of the new communicator, in seconds, in place of
+            ``R2CC_TIMEOUT_S``. Default: that of this communicator.
 
         Returns
         -------
@@ -1146,8 +1152,8 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If `color` or `key` is not an integer of 64 bits, or a rank has too many communicators
-            open.
+            If `color` or `key` is not an integer of 64 bits, `timeout_s` is not above 0, or a rank
+            has too many communicators open.
         TransportTimeout
             Also if, for ``R2CC_TIMEOUT_S``, other threads were making communicators, or all context
             ids of a rank were in use; the communicator stays usable.
@@ -1158,26 +1164,33 @@ class Communicator:
         allgathers of about 300 bytes per rank. Errors and status of the new communicator, except
         its health, name ranks by their numbers in the job.
         """
+        config = self.config.with_timeout(timeout_s)
         part = splitting.split(self._participant, color, key)
-        return None if part is None else self._made_of(part)
+        return None if part is None else self._made_of(part, config)
 
-    def dup(self) -> Communicator:
+    def dup(self, *, timeout_s: float | None = None) -> Communicator:
         """Return a new communicator of the same ranks, in the same order; see `split`.
 
         *Collective*: all ranks.
         """
-        return self._made_of(splitting.dup(self._participant))
+        config = self.config.with_timeout(timeout_s)
+        return self._made_of(splitting.dup(self._participant), config)
 
-    def create(self, ranks: Sequence[int]) -> Communicator | None:
+    def create(
+        self, ranks: Sequence[int], *, timeout_s: float | None = None
+    ) -> Communicator | None:
         """Return a new communicator of `ranks`, in this order; None on other ranks; see `split`.
 
         *Collective*: all ranks of this communicator. They pass the same `ranks`, which must all
         differ.
         """
+        config = self.config.with_timeout(timeout_s)
         part = splitting.create(self._participant, ranks)
-        return None if part is None else self._made_of(part)
+        return None if part is None else self._made_of(part, config)
 
-    def create_among(self, ranks: Sequence[int], allgather: AllgatherBytes) -> Communicator:
+    def create_among(
+        self, ranks: Sequence[int], allgather: AllgatherBytes, *, timeout_s: float | None = None
+    ) -> Communicator:
         """Return a new communicator of `ranks`, in this order; only these ranks call; see `split`.
 
         Parameters
@@ -1188,6 +1201,8 @@ class Communicator:
             ``allgather(data)`` returns the bytes that each of `ranks` passed, in the order of
             `ranks`. Needed because this communicator cannot exchange data among `ranks` alone;
             called a few times.
+        timeout_s : float, optional
+            As in `split`.
 
         Raises
         ------
@@ -1200,13 +1215,15 @@ class Communicator:
         -----
         *Collective*: `ranks`.
         """
-        return self._made_of(splitting.create_among(self._participant, ranks, allgather))
+        config = self.config.with_timeout(timeout_s)
+        part = splitting.create_among(self._participant, ranks, allgather)
+        return self._made_of(part, config)
 
-    def _made_of(self, part: splitting.Part) -> Communicator:
+    def _made_of(self, part: splitting.Part, config: Config) -> Communicator:
         """Return the communicator for `part`, on which the ranks have agreed."""
         made = Communicator(
             self._job,
-            self._engine.derived(part.context),
+            self._engine.derived(part.context, config),
             part.members,
             assemble=self._assemble,
             make_device_calls=self._make_device_calls,

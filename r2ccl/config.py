@@ -256,6 +256,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         values = msgspec.json.encode([getattr(self, name) for name in AGREED])
         return hashlib.sha256(values).hexdigest()[:16]
 
+    def with_timeout(self, timeout_s: float | None) -> Config:
+        """Return these settings with another ``timeout_s``; None: these settings.
+
+        Raises
+        ------
+        InvalidArgument
+            If `timeout_s` is not a number of seconds above 0 and below 1e9.
+        """
+        if timeout_s is None:
+            return self
+        (field,) = (each for each in msgspec.structs.fields(Config) if each.name == "timeout_s")
+        return msgspec.structs.replace(self, timeout_s=_typed(field, timeout_s))
+
     @classmethod
     def from_env(cls, env: Mapping[str, str], **overrides: Any) -> Config:
         """Return a `Config` with the values of the variables in `env` and of `overrides`.

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.bootstrap.base import Post
+from r2ccl.config import Config
 from r2ccl.errors import (
     CommunicatorRevoked,
     ConcurrentCalls,
@@ -200,7 +201,7 @@ class Engine:
             job, control, loop, contexts, everyone, agreement=agreement, desync=desync, post=control
         )
 
-    def derived(self, context: Context) -> Engine:
+    def derived(self, context: Context, config: Config) -> Engine:
         """Return the engine of a new communicator, which shares the data loop.
 
         The new communicator begins with the initial health of the job. Except in mode failstop, its
@@ -210,6 +211,8 @@ class Engine:
         ----------
         context : Context
             Identity of the new communicator; this rank is among its members.
+        config : Config
+            Settings of this communicator, perhaps with another ``timeout_s``.
         """
         rank = context.members.index(self._job.rank)
         health = self._job.whole_health().of_ranks(context.members)
@@ -223,8 +226,8 @@ class Engine:
 
         def make() -> Engine:
             made = Engine(
-                self._job, self._control, self._loop, self._contexts, context,
-                agreement=agreement, desync=desync, post=post,
+                self._job._replace(config=config), self._control, self._loop, self._contexts,
+                context, agreement=agreement, desync=desync, post=post,
             )  # fmt: skip
             self._contexts.add(made)
             known = self._failover.agreement

@@ -128,3 +128,10 @@ def test_a_split_that_waits_does_not_hold_up_others() -> None:
 def test_closing_ends_a_receive_in_another_thread() -> None:
     found = launch(programs.closed_below_a_receive, 2, timeout_s=TIMEOUT_S)
     assert found == [["CommunicatorRevoked", 2.0]] * 2
+
+
+def test_each_communicator_may_have_its_own_timeout() -> None:
+    (late,), (revoked,) = launch(programs.with_own_timeouts, 2, timeout_s=TIMEOUT_S)
+    assert late.startswith("TransportTimeout: "), late
+    assert "gave up after 0.5 s" in late
+    assert revoked.startswith("CommunicatorRevoked: "), revoked

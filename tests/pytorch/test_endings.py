@@ -40,6 +40,7 @@ def test_a_program_may_end_without_destroying_its_groups() -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "a_group_may_have_a_longer_timeout",
         "aborted", "calls_end_in_time_without_a_wait", "calls_have_a_timeout", "futures_raise",
         "groups_are_cheap", "groups_are_split",
         "initialized_again_after_a_failure", "initialized_a_hundred_times",

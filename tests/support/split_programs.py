@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import msgspec
 import numpy as np
+import pytest
 
 import r2ccl
 from r2ccl import Communicator, InvalidArgument
@@ -387,3 +388,24 @@ def closed_below_a_receive() -> list[Any]:
         child.close()
         thread.join(TIMEOUT_S)
         return [*found, float(comm.allreduce(np.ones(1))[0])]
+
+
+def with_own_timeouts() -> list[str]:
+    """Call late on communicators with a longer and a shorter timeout; return the errors."""
+    found = []
+    with r2ccl.init(timeout_s=1.5) as comm:
+        longer = comm.dup(timeout_s=60.0)
+        assert (comm.config.timeout_s, longer.config.timeout_s) == (1.5, 60.0)
+        time.sleep(2.5 * comm.rank)
+        longer.allreduce(np.ones(3))
+        shorter = longer.split(0, timeout_s=0.5)
+        assert shorter is not None
+        for timeout_s in (0, "3"):
+            with pytest.raises(InvalidArgument, match="timeout_s="):
+                comm.dup(timeout_s=timeout_s)  # type: ignore[arg-type]
+        time.sleep(2.0 * comm.rank)
+        try:
+            shorter.allreduce(np.ones(3))
+        except R2cclError as exc:
+            found.append(f"{type(exc).__name__}: {exc}")
+    return found

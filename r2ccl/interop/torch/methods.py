@@ -34,7 +34,6 @@ from r2ccl.interop.torch.works import (
     CollectiveWork,
     MessageWork,
     late_collective,
-    require_timeout,
     seconds,
     translated,
 )
@@ -414,7 +413,13 @@ class GroupMethods:
         DistBackendError
             If `timeout` is out of this range.
         """
-        require_timeout(timeout, self.communicator.config.timeout_s)
+        limit_s = self.communicator.config.timeout_s
+        if not 0 < timeout.total_seconds() <= limit_s:
+            raise InvalidArgument(
+                f"timeout={timeout}; allowed are more than 0 s and up to {limit_s:g} s, the "
+                "timeout with which the group was made: to raise this limit, pass a longer timeout "
+                "to init_process_group or new_group or, if R2CC_TIMEOUT_S is set, raise that"
+            )
         self._state.set_timeout(timeout)
 
     _set_default_timeout = set_timeout

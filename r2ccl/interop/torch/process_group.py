@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 from r2ccl import Communicator, InvalidArgument
 from r2ccl.interop.torch.methods import GroupMethods, GroupState
-from r2ccl.interop.torch.rendezvous import TorchConnections, timeout_of
+from r2ccl.interop.torch.rendezvous import TorchConnections, timeout_s_of
 from r2ccl.interop.torch.works import translated
 
 #: True if torch expects a process group to contain a Backend.
@@ -54,8 +54,6 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
         Its ranks are the ranks of the group.
     store : torch.distributed.Store
         Store of the group.
-    timeout : timedelta
-        Timeout of the calls of the group.
 
     Attributes
     ----------
@@ -63,8 +61,9 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
         Communicator that runs the calls; has `repairs`, `health` and all else that torch lacks.
     """
 
-    def __init__(self, communicator: Communicator, store: Any, timeout: timedelta) -> None:
+    def __init__(self, communicator: Communicator, store: Any) -> None:
         dist.ProcessGroup.__init__(self, communicator.rank, communicator.nranks)
+        timeout = timedelta(seconds=communicator.config.timeout_s)
         forget = partial(_connections.forget, communicator)
         GroupMethods.__init__(self, GroupState(communicator, store, timeout, forget))
         self._backend = self._registered() if _HAS_BACKENDS else None
@@ -89,8 +88,8 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
             If the ranks do not meet in time, or cannot be connected.
         """
         with translated:
-            made, timeout = _connections.connect(opts)
-        return cls(made, opts.store, timeout)
+            made = _connections.connect(opts)
+        return cls(made, opts.store)
 
     def split_group(
         self,
@@ -110,19 +109,14 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
         rank = self.communicator.rank
         is_in = rank in ranks
         with translated:
-            limit = (
-                timedelta(seconds=self._state.timeout_s)
-                if timeout is None
-                else timeout_of(self.communicator, timeout)
-            )
             made = self.communicator.split(
-                min(ranks) if is_in else None, ranks.index(rank) if is_in else 0
+                min(ranks) if is_in else None,
+                ranks.index(rank) if is_in else 0,
+                timeout_s=self._state.timeout_s if timeout is None else timeout_s_of(timeout),
             )
         if made is None:
             return None
-        group = R2cclProcessGroup(
-            made, dist.PrefixStore(f"{group_name}/", self._state.store), limit
-        )
+        group = R2cclProcessGroup(made, dist.PrefixStore(f"{group_name}/", self._state.store))
         group._set_group_name(group_name or "")
         group._set_group_desc(group_desc or "")
         return group

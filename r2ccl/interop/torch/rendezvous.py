@@ -21,7 +21,6 @@ from torch.distributed.constants import default_pg_timeout
 from r2ccl import Communicator, TransportError, TransportTimeout, init
 from r2ccl.clock import monotonic
 from r2ccl.interop.rank_exchange import RankExchange
-from r2ccl.interop.torch.works import require_timeout
 
 #: Variable by which `r2ccl launch` passes a listening socket at R2CC_PORT, for use without a store.
 _LISTENER = "R2CC_LISTEN_FD"
@@ -114,8 +113,8 @@ class TorchConnections:
     def __init__(self) -> None:
         self._whole: Communicator | None = None
 
-    def connect(self, opts: Any) -> tuple[Communicator, timedelta]:
-        """Return a communicator for a new group, and the timeout of the group's calls.
+    def connect(self, opts: Any) -> Communicator:
+        """Return a communicator for a new group, which has the timeout of the group's calls.
 
         Parameters
         ----------
@@ -127,8 +126,6 @@ class TorchConnections:
             If a rank of the group does not make the group within ``opts.timeout``.
         TransportError
             If the store fails during a wait for other ranks.
-        InvalidArgument
-            If ``opts.timeout`` is above that of the communicator whose connections are shared.
         R2cclError
             If `r2ccl.init` or `Communicator.create_among` raises it.
 
@@ -140,8 +137,8 @@ class TorchConnections:
         members = list(opts.global_ranks_in_group)
         whole = self._whole
         if members and whole is not None:
-            timeout = timeout_of(whole, opts.timeout)
-            return whole.create_among(members, ranks.allgather_bytes), timeout
+            timeout_s = timeout_s_of(opts.timeout)
+            return whole.create_among(members, ranks.allgather_bytes, timeout_s=timeout_s)
         settings: dict[str, Any] = {}
         if _TIMEOUT not in os.environ:
             settings["timeout_s"] = opts.timeout.total_seconds()
@@ -150,7 +147,7 @@ class TorchConnections:
         made = init(ranks, **settings)
         if not members:
             self._whole = made
-        return made, timeout_of(made, opts.timeout)
+        return made
 
     def forget(self, communicator: Communicator) -> None:
         """Make no more communicators from `communicator`, because this rank leaves its group."""
@@ -158,22 +155,15 @@ class TorchConnections:
             self._whole = None
 
 
-def timeout_of(communicator: Communicator, given: timedelta) -> timedelta:
-    """Return the timeout of the calls of a group on `communicator`, which was given as `given`.
+def timeout_s_of(given: timedelta) -> float | None:
+    """Return the time limit in seconds of the calls of a group that was made with `given`.
 
-    It is that of `communicator` if R2CC_TIMEOUT_S is set, or if `given` is torch's default timeout,
-    which torch passes if the program gives none.
-
-    Raises
-    ------
-    InvalidArgument
-        If `given` is not above 0, or above the timeout of `communicator`.
+    None, the limit of the communicator that the group's is made from, if R2CC_TIMEOUT_S is set, or
+    if `given` is torch's default, which torch passes if the program gives none.
     """
-    limit_s = communicator.config.timeout_s
     if _TIMEOUT in os.environ or given == default_pg_timeout:
-        return timedelta(seconds=limit_s)
-    require_timeout(given, limit_s)
-    return given
+        return None
+    return float(given.total_seconds())
 
 
-__all__ = ["StoreRanks", "TorchConnections", "timeout_of"]
+__all__ = ["StoreRanks", "TorchConnections", "timeout_s_of"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from r2ccl import InvalidArgument, MessageRequest, R2cclError
+from r2ccl import MessageRequest, R2cclError
 from r2ccl.interop.torch.call_queue import QueuedCall
 
 
@@ -43,17 +43,6 @@ def seconds(timeout: timedelta | None, default_s: float) -> float:
     """Return a timeout of torch in seconds; for None, 0 and less, return `default_s`."""
     given_s = 0.0 if timeout is None else timeout.total_seconds()
     return given_s if given_s > 0 else default_s
-
-
-def require_timeout(timeout: timedelta, limit_s: float) -> None:
-    """Raise `InvalidArgument` unless `timeout` of a group is above 0 and at most `limit_s`."""
-    if not 0 < timeout.total_seconds() <= limit_s:
-        raise InvalidArgument(
-            f"timeout={timeout}; allowed are more than 0 s and up to {limit_s:g} s, the timeout "
-            "with which the ranks were connected: to raise this limit, pass a longer timeout to "
-            "init_process_group (to new_group, if the group of all ranks has another backend) or, "
-            "if R2CC_TIMEOUT_S is set, raise that"
-        )
 
 
 def late_collective(timeout_s: float) -> str:
@@ -310,11 +299,4 @@ def _is_timeout(error: RuntimeError) -> bool:
     return getattr(error.__cause__, "status", "") == "TIMEOUT"
 
 
-__all__ = [
-    "CollectiveWork",
-    "MessageWork",
-    "late_collective",
-    "require_timeout",
-    "seconds",
-    "translated",
-]
+__all__ = ["CollectiveWork", "MessageWork", "late_collective", "seconds", "translated"]
