@@ -281,12 +281,12 @@ def before_it_is_made(makes_collective: bool) -> int:
         if comm.rank == 0:
             links, make = comm._engine._loop.links, Communicator._made_of
 
-            def wait(self: Communicator, part: Any) -> Communicator:
+            def wait(self: Communicator, *args: Any) -> Communicator:
                 deadline = time.monotonic() + 10
                 while not any(len(link.arrivals) == 2 for link in links.receivers.values()):
                     assert time.monotonic() < deadline, "no messages came"
                     time.sleep(0.01)
-                return make(self, part)
+                return make(self, *args)
 
             Communicator._made_of = wait  # type: ignore[method-assign]
         other = comm.dup()
