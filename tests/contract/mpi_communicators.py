@@ -130,3 +130,20 @@ def freed_with_active_requests(MPI: Any, comm: Any) -> Any:
     found = again.allgather(comm.rank)
     again.Free()
     return out[[0, -1]], late[[0, -1]], total, found
+
+
+@case
+def freed_with_a_forgotten_send(MPI: Any, comm: Any) -> Any:
+    """The send goes on, although the program has no reference to its request."""
+    made = comm.Dup()
+    x, out = np.ones(300_000), np.zeros(300_000)
+    if comm.rank == 0 and comm.size > 1:
+        made.Isend(x, 1)
+        made.Free()
+    comm.Barrier()
+    if comm.rank == 1:
+        made.Recv(out, 0)
+    comm.Barrier()  # until then rank 0 keeps x
+    if made != MPI.COMM_NULL:
+        made.Free()
+    return out[[0, -1]]

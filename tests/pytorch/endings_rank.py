@@ -256,6 +256,7 @@ def what_is_refused_leaves_the_group_usable() -> None:
             "(2,) with 1 sparse dimensions",
         ),
         (lambda: dist.all_reduce(torch.ones(2, 2).to_sparse(2 - rank % 2)), "with 2 sparse"),
+        (lambda: dist.all_reduce(torch.ones([2] * (1 + rank)).to_sparse()), "of shape (2, 2)"),
         (lambda: world.recv([torch.zeros(3)], 0, -1), "tag=-1: allowed are"),
         (lambda: dist.all_reduce(torch.zeros(1, device="meta")), "on meta"),
         (lambda: world._get_backend(torch.device("cuda")), "does not support tensors on cuda"),

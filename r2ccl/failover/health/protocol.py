@@ -310,7 +310,7 @@ class Agreement:
         try:
             return self._take(now, peer, message)
         except (InternalError, InvalidArgument) as exc:
-            raise InternalError(f"rank {self.rank}: {name} of rank {peer}: {exc}") from exc
+            raise InternalError(f"rank {self.rank}: {name} of rank {peer}: {exc.args[0]}") from exc
 
     def tick(self, now: float) -> list[Action]:
         """Begin a postponed round if it is due; return `Late` if the current one takes too long."""

@@ -103,15 +103,18 @@ class Connections:
     def free_child(self, communicator: Communicator, unfinished: Unfinished) -> None:
         """Close a communicator made from the first `Comm`, once it has no unfinished request.
 
-        One that has is closed by the first call of this method after that.
+        One that has is closed by the first call of this method or of `free` after that.
         """
-        freed, self._freed = [*self._freed, (communicator, unfinished)], []
-        for each in freed:
-            if each[1]:
-                self._freed.append(each)
-            else:
-                each[0].close()
-                self.nchildren -= 1
+        self._freed.append((communicator, unfinished))
+        self._close_finished()
+
+    def _close_finished(self) -> None:
+        with self._lock:
+            finished = [each for each in self._freed if not each[1]]
+            self._freed = [each for each in self._freed if each not in finished]
+        self.nchildren -= len(finished)
+        for communicator, _ in finished:
+            communicator.close()
 
     def free(self, unfinished: Unfinished) -> None:
         """Close the connections, unless some rank still uses them.
@@ -121,6 +124,7 @@ class Connections:
 
         *Collective*: all ranks.
         """
+        self._close_finished()
         nusers = self.nchildren + bool(unfinished)
         if not self.communicator.allreduce(np.array([nusers]))[0]:
             atexit.unregister(self._leave)

@@ -19,6 +19,7 @@ Invariant: when a request was completed without an error, the caller's buffers h
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from contextlib import AbstractContextManager
 from itertools import zip_longest
@@ -39,25 +40,31 @@ _PAUSE_S = 50e-6
 class Unfinished:
     """Requests of one `Comm` that are not finished; true if there is one.
 
-    A request is finished once it is not active or, if it was freed while it was active, once its
-    call is done.
+    A request is finished once it is not active or, if it was freed or forgotten while it was
+    active, once its call is done.
     """
 
     def __init__(self) -> None:
         self._started: WeakSet[MpiRequest] = WeakSet()
-        self._dropped: list[Any] = []
+        self._dropped: deque[Any] = deque()
 
     def add(self, request: MpiRequest) -> None:
-        """Note a request whose call was started."""
+        """Note a request whose call was started, and forget dropped calls that are done.
+
+        Calls mostly end in the order in which they were started, so that looking at the first ones
+        is enough to release the arrays of nearly all.
+        """
         self._started.add(request)
+        while self._dropped and self._dropped[0].is_done():
+            self._dropped.popleft()
 
     def drop(self, work: Any) -> None:
-        """Note the call of an active request that is freed."""
-        self._dropped = [each for each in self._dropped if not each.is_done()] + [work]
+        """Note the call of an active request that is freed or forgotten."""
+        self._dropped.append(work)  # no more than this: the garbage collector may call
 
     def __bool__(self) -> bool:
-        return any(request.is_active for request in self._started) or not all(
-            work.is_done() for work in self._dropped
+        return any(request.is_active for request in list(self._started)) or not all(
+            work.is_done() for work in list(self._dropped)
         )
 
 
@@ -81,6 +88,11 @@ class MpiRequest:
         made._comm, made._call, made._work = comm, call, call.start(True)
         comm.unfinished.add(made)
         return made
+
+    def __del__(self) -> None:
+        # As in MPI, the call goes on.
+        if self._work is not None:
+            self._comm.unfinished.drop(self._work)
 
     @property
     def is_active(self) -> bool:

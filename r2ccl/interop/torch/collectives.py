@@ -46,6 +46,8 @@ _OPERATIONS = {
     _KINDS.BXOR: ReduceOp.BXOR,
 }  # all but PREMUL_SUM
 #: A sum of bools is true if any of them is, as with NCCL; a product, if all of them are.
+#: Most dimensions of a tensor in torch.
+_MOST_DIMENSIONS = 64
 _ON_BOOL = {_KINDS.SUM: ReduceOp.LOR, _KINDS.PRODUCT: ReduceOp.LAND}
 
 
@@ -83,7 +85,8 @@ def _allreduce_sparse(comm: Communicator, tensor: Tensor, opts: Any) -> None:
         raise InvalidArgument(f"{opts.reduceOp.op} on a sparse tensor: allowed is SUM")
     mine = tensor.detach().coalesce()
     # The shapes must be equal, because an index that is out of bounds corrupts memory.
-    form = np.array([mine._nnz(), mine.sparse_dim(), *mine.shape])
+    form = np.full(2 + _MOST_DIMENSIONS, -1)
+    form[: 2 + mine.dim()] = mine._nnz(), mine.sparse_dim(), *mine.shape
     forms = comm.allgather(form).reshape(comm.nranks, -1).tolist()
     for rank, (_, *other) in enumerate(forms):
         if other != forms[0][1:]:
@@ -109,8 +112,9 @@ def _allreduce_sparse(comm: Communicator, tensor: Tensor, opts: Any) -> None:
 
 
 def _sparse_form(form: Sequence[int]) -> str:
-    _, sparse_dim, *shape = form
-    return f"a sparse tensor of shape {tuple(shape)} with {sparse_dim} sparse dimensions"
+    _, sparse_dim, *sizes = form
+    shape = tuple(size for size in sizes if size >= 0)
+    return f"a sparse tensor of shape {shape} with {sparse_dim} sparse dimensions"
 
 
 def broadcast(comm: Communicator, tensors: Any, opts: Any) -> None:
