@@ -45,9 +45,9 @@ _OPERATIONS = {
     _KINDS.BOR: ReduceOp.BOR,
     _KINDS.BXOR: ReduceOp.BXOR,
 }  # all but PREMUL_SUM
-#: A sum of bools is true if any of them is, as with NCCL; a product, if all of them are.
 #: Most dimensions of a tensor in torch.
 _MOST_DIMENSIONS = 64
+#: A sum of bools is true if any of them is, as with NCCL; a product, if all of them are.
 _ON_BOOL = {_KINDS.SUM: ReduceOp.LOR, _KINDS.PRODUCT: ReduceOp.LAND}
 
 
