@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from r2ccl.failover.health.table import WHOLE
 from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.testing.netlab import Lab, unavailable_reason
 
@@ -50,8 +51,13 @@ def test_the_choice_follows_the_network(
 ) -> None:
     reports = run(nodes, rails, ranks_per_node)
     for before, after in reports:
-        # The ring, or with high latencies measured on a busy machine another of the same load.
-        assert before["load"] == pytest.approx(2 * (nodes - 1) / nodes / rails)
+        # The ring, or with high latencies measured on a busy machine another of the same load. A
+        # busy machine can also slow one rail for so long that the library measures a low share.
+        least = 2 * (nodes - 1) / nodes / rails
+        if before["lowest_share"] == WHOLE:
+            assert before["load"] == pytest.approx(least)
+        else:
+            assert before["load"] > least * (1 - 1e-9)
         # The line rate without headers, within the limits of the processors.
         beta = before["load"] * NBYTES / before["predicted_s"]
         assert 0.7 < beta / (RATE_MBPS * 1e6 / 8) < 1.3
