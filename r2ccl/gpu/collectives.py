@@ -253,7 +253,8 @@ class DeviceCollectives:
     def _still_running(self) -> TransportTimeout:
         return TransportTimeout(
             f"rank {self._rank}: earlier collectives did not finish in {self._timeout_s:g} s; look "
-            "for a rank that is late or a kernel that hangs, or raise R2CC_TIMEOUT_S",
+            "for a rank that is late or a kernel that hangs, or raise the timeout (timeout_s= or "
+            "R2CC_TIMEOUT_S)",
             rank=self._rank,
             status="TIMEOUT",
         )

@@ -245,7 +245,8 @@ class SignalledStream:
             if self._clock() >= until_s:
                 raise TransportTimeout(
                     f"rank {self._rank}: the GPU did not finish {what} in {self._timeout_s:g} s; "
-                    "look for a kernel that hangs, or raise R2CC_TIMEOUT_S",
+                    "look for a kernel that hangs, or raise the timeout (timeout_s= or "
+                    "R2CC_TIMEOUT_S)",
                     rank=self._rank,
                     status="TIMEOUT",
                 )

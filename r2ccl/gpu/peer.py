@@ -594,7 +594,7 @@ class PeerBackend(SignalledStream):
             raise TransportTimeout(
                 f"rank {self._rank}: {why} after a wait of {self._timeout_s:g} s in collective "
                 f"{number} on GPU memory; look for a rank of its node that is late or a kernel "
-                "that hangs, or raise R2CC_TIMEOUT_S",
+                "that hangs, or raise the timeout (timeout_s= or R2CC_TIMEOUT_S)",
                 rank=self._rank,
                 status="TIMEOUT",
             )

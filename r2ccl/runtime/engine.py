@@ -174,7 +174,7 @@ class Engine:
         self.waits = Waits(job, loop, context, self, desync)
         self.exclusions = Exclusions(job, loop)
         self.reports = Reports(job, loop, self, self.waits, self.exclusions)
-        self._call = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
+        self._call = Patience(self.config.timeout_s, "timeout_s", self._pending_call)
         self._run_compiled = partial(loop.run_compiled, self, self._call)
         self.waiting: Patience | None = None
         self.since_s = 0.0
@@ -450,7 +450,7 @@ class Engine:
             return self.waits.for_health(op, agreement.waits_for())
 
         self.check()
-        patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
+        patience = Patience(self.config.timeout_s, "timeout_s", pending)
         self._loop.wait(self, has_entered, patience)
         return found[0]
 
@@ -715,7 +715,7 @@ class Engine:
             doing = f"call {self._calls.op + 1} or a message, before its first slice"
             return self.waits.for_paths(doing, peers)
 
-        patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
+        patience = Patience(self.config.timeout_s, "timeout_s", pending)
         try:
             self._loop.wait(self, is_connected, patience, spins=False)
         finally:
@@ -929,7 +929,7 @@ class Engine:
 
     def _patience(self, pending: Callable[[], Pending]) -> Patience:
         """Return the `Patience` of a wait in init() or close() that `pending` describes."""
-        return Patience(self.config.init_timeout_s, "R2CC_INIT_TIMEOUT_S", pending)
+        return Patience(self.config.init_timeout_s, "init_timeout_s", pending)
 
     def _pending_init(self) -> Pending:
         return self.waits.for_paths("init()", self._links.peers)

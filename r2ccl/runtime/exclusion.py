@@ -80,8 +80,8 @@ class Exclusions:
             if job.clock() >= deadline:
                 raise TransportTimeout(
                     f"rank {job.rank}: ranks {list(agreement.waits_for()) or [COORDINATOR]} have "
-                    "not agreed to exclude or include a NIC within "
-                    f"R2CC_TIMEOUT_S={timeout_s:g}: check that they run",
+                    f"not agreed to exclude or include a NIC within {timeout_s:g} s: check that "
+                    "they run",
                     rank=job.rank,
                 )
         if refusal:

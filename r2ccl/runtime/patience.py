@@ -10,10 +10,13 @@ from r2ccl.runtime.status import Pending
 
 
 class Patience(NamedTuple):
-    """Timeout of a wait, the setting it comes from, and a function that describes the wait."""
+    """Timeout of a wait, the setting that it comes from, and a function that describes the wait.
+
+    The setting is given by its keyword in `r2ccl.init`, such as ``timeout_s``.
+    """
 
     timeout_s: float
-    variable: str
+    setting: str
     pending: Callable[[], Pending]
 
 
@@ -71,9 +74,11 @@ def timed_out(patience: Patience) -> TransportTimeout:
     """Return the error of a wait that has exceeded its timeout."""
     pending = patience.pending()
     awaited = {*pending.absent, *(wait.peer for wait in pending.waits)}
-    advice = f"raise {patience.variable} if the call only needs more time"
+    setting = patience.setting
+    raised = f"raise the timeout ({setting}= or R2CC_{setting.upper()})"
+    advice = f"{raised} if the call only needs more time"
     if awaited:
-        advice = f"check these ranks, or raise {patience.variable} if they are only slow"
+        advice = f"check these ranks, or {raised} if they are only slow"
     return TransportTimeout(
         f"{pending}; gave up after {patience.timeout_s:g} s: {advice}",
         rank=pending.rank,

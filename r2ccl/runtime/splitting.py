@@ -208,7 +208,7 @@ def agree(
                     f"rank {engine.rank_in_job}: no communicator was made within {timeout_s:g} s, "
                     "because a rank came late, other threads were making communicators, or all "
                     "context ids were in use: try again, close communicators, or raise "
-                    "R2CC_TIMEOUT_S",
+                    "the timeout (timeout_s= or R2CC_TIMEOUT_S)",
                     rank=engine.rank_in_job,
                 )
             if not is_first:

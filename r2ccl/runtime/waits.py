@@ -248,7 +248,7 @@ class Waits:
             late = {} if has_begun else dict.fromkeys(absent, op - 1)
             return self._blocked(doing, late, waits)
 
-        return Patience(self._timeout_s, "R2CC_TIMEOUT_S", pending)
+        return Patience(self._timeout_s, "timeout_s", pending)
 
     def _require_same(self, op: int, signature: int, missing: Callable[[], Missing]) -> None:
         """Raise InvalidArgument if a rank has made another call numbered `op`, over the network."""

@@ -357,7 +357,7 @@ class DirectCalls:
         self, sent: DirectEnd | None, received: DirectEnd | None
     ) -> Callable[[Callable[[], int]], int]:
         pending = partial(self._pending, sent, received)
-        patience = Patience(self._timeout_s, "R2CC_TIMEOUT_S", pending)
+        patience = Patience(self._timeout_s, "timeout_s", pending)
         return partial(self._loop.run_compiled, self._caller, patience)
 
     def _end(

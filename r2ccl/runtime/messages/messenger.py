@@ -460,7 +460,7 @@ class Messenger:
         Three arguments describe the wait: `peer` (a rank of the job, or `ANY`), `doing` (the call)
         and `what` (the object that `peer` must provide).
         """
-        patience = Patience(timeout_s, "R2CC_TIMEOUT_S", partial(self._pending, peer, doing, what))
+        patience = Patience(timeout_s, "timeout_s", partial(self._pending, peer, doing, what))
         self._waiter = get_ident()
         self.peers = frozenset() if peer in (ANY, self._job.rank) else frozenset((peer,))
         try:
