@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from endings.ending_rank import ABSENT, ABSENT_S, ENDS, SHRINK_S
+from support import punctual
 from support.forked_ranks import Output
 
 #: Seconds from the end of rank 1 to the last error; SHRINK_S are added while others shrink.
@@ -78,7 +79,10 @@ def ended_s(out: str) -> float:
 
 
 def judge(seen: Seen, ending: str, moment: str, scale: float = 1.0) -> None:
-    """Assert that every rank ended in time, for the right reason, and left nothing behind."""
+    """Assert that every rank ended for the right reason and left nothing behind, and in time.
+
+    Raises `punctual.Late` if a rank was late.
+    """
     assert seen.ended_s, "rank 1 did not end"
     kind = ending.partition("_")[0]
     told, found = str(seen), dict(seen.found)
@@ -88,9 +92,9 @@ def judge(seen: Seen, ending: str, moment: str, scale: float = 1.0) -> None:
     own = found.pop(ENDS, None)
     if own is not None:
         limit_s = LIMIT_S if moment != "idle" else 2.2
-        assert own["raised_s"] - seen.ended_s < limit_s * scale, told
-        assert own.get("took_s", 0.0) < LIMIT_S * scale, told
         assert own["error"] == OWN.get(kind, "CommunicatorRevoked"), told
+        punctual.check(own["raised_s"] - seen.ended_s, limit_s * scale, told)
+        punctual.check(own.get("took_s", 0.0), LIMIT_S * scale, told)
     # A rank that calls after the end raises when it calls.
     absent = found.pop(ABSENT)
     for each in (*found.values(), *([absent] if moment != "init" else [])):
@@ -105,4 +109,4 @@ def judge(seen: Seen, ending: str, moment: str, scale: float = 1.0) -> None:
     late_s = max(0.0, absent.get("calls_s", 0.0) - seen.ended_s - until_call_s * scale)
     for each in found.values():
         may_be_late = is_shrink or each is absent
-        assert each["raised_s"] - seen.ended_s < limit_s + late_s * may_be_late, told
+        punctual.check(each["raised_s"] - seen.ended_s, limit_s + late_s * may_be_late, told)

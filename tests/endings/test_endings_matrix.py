@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from endings import cells
 from endings.cells import CLOSES, METHODS, SIGNALS
+from support import punctual
 from support.slow import slow_but
 
 #: `close` waits for asynchronous calls, and for the other ranks when idle, also if another thread
@@ -48,15 +49,18 @@ LOCAL_QUICK = [
 ]
 
 
+def end(run_ranks: Any, ending: str, moment: str, *, is_local: bool) -> None:
+    outputs = run_ranks("ending_rank", cells.plan(ending, moment), is_local)
+    cells.judge(cells.read(outputs, ending), ending, moment)
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("ending", "moment"), slow_but(LOCAL_QUICK, LOCAL))
 def test_an_end_in_shared_memory(run_ranks: Any, ending: str, moment: str) -> None:
-    outputs = run_ranks("ending_rank", cells.plan(ending, moment), True)
-    cells.judge(cells.read(outputs, ending), ending, moment)
+    punctual.in_time(lambda: end(run_ranks, ending, moment, is_local=True))
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("ending", "moment"), slow_but(QUICK, CELLS))
 def test_an_end(run_ranks: Any, ending: str, moment: str) -> None:
-    outputs = run_ranks("ending_rank", cells.plan(ending, moment), False)
-    cells.judge(cells.read(outputs, ending), ending, moment)
+    punctual.in_time(lambda: end(run_ranks, ending, moment, is_local=False))

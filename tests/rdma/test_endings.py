@@ -18,6 +18,7 @@ import endings
 import pytest
 from endings import cells
 from endings.cells import ended_s
+from support import punctual
 from support.forked_ranks import ForkedRanks, Output
 
 from r2ccl.testing.rdmalab import MachineShape
@@ -73,9 +74,13 @@ def require_verbs(found: dict[int, dict[str, Any]]) -> None:
         assert all("rxe_" in name for name in each["rails"].values()), (rank, each["rails"])
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("ending", "moment"), CELLS)
 def test_an_end(ranks: ForkedRanks, lab: MachineShape, ending: str, moment: str) -> None:
+    punctual.in_time(lambda: end(ranks, lab, ending, moment))
+
+
+def end(ranks: ForkedRanks, lab: MachineShape, ending: str, moment: str) -> None:
     outputs = run(ranks, lab, ENDING, cells.plan(ending, moment, SCALE))
     seen = cells.read(outputs, ending)
     delays = [f"{each['raised_s'] - seen.ended_s:.2f}" for each in seen.found.values()]
@@ -84,9 +89,13 @@ def test_an_end(ranks: ForkedRanks, lab: MachineShape, ending: str, moment: str)
     cells.judge(seen, ending, moment, SCALE)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["unwinds", "outlives"])
 def test_a_child_harms_nobody(ranks: ForkedRanks, lab: MachineShape, kind: str) -> None:
+    punctual.in_time(lambda: fork(ranks, lab, kind))
+
+
+def fork(ranks: ForkedRanks, lab: MachineShape, kind: str) -> None:
     outputs = run(ranks, lab, FORK, kind)
     is_killed = kind == "outlives"
     found = {}
@@ -99,7 +108,7 @@ def test_a_child_harms_nobody(ranks: ForkedRanks, lab: MachineShape, kind: str) 
         if is_killed:
             assert each["error"] == "PeerLost", each
             assert "rank 1" in each["text"]
-            assert each["raised_s"] - ended_s(outputs[1].out) < 0.5 * SCALE
+            punctual.check(each["raised_s"] - ended_s(outputs[1].out), 0.5 * SCALE, each)
         else:
             assert not each["error"], each
             assert each["child"] == (0 if rank == 1 else None)
