@@ -58,11 +58,11 @@ def simulate_choice(
 
 
 def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
-    """Return a function that gives the rails of the links of `choice`, as the engine chooses them.
+    """Return a function that gives the rails of the links of `choice`, chosen as in a real call.
 
-    For every rank, `rows` has the bandwidth left on each rail, 0 to `WHOLE`, see
-    `r2ccl.failover.health.table`. A link whose home rail is down uses a rail that is up at both
-    ends, if there is one.
+    For every rank, `rows` has the share of its bandwidth that each rail has left
+    (`r2ccl.failover.health.table`). A link whose home rail is down at either end uses a rail that
+    is up at both ends, if there is one (`r2ccl.failover.migration.path.choose_routes`).
     """
     placement, nrails = choice.placement, len(rows[0])
     home = {(c, low, high): number % nrails for c, low, high, number in placement.edges}

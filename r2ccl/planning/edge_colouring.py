@@ -119,9 +119,9 @@ class _Colouring:
         return len(self._at[vertex][colour]) < self._room[vertex][colour]
 
     def _path(self, vertex: int, colour: int) -> dict[int, int]:
-        """Return new colours of edges, after which `vertex` has one edge of `colour` less.
+        """Return new colours of edges, after which `vertex` has one edge fewer of `colour`.
 
-        Returns an empty dict if no alternating path exists.
+        Return an empty dict if no alternating path is found.
         """
         start: _Excess = (vertex, colour, -1)
         came: dict[_Excess, _Step | None] = {start: None}

@@ -223,7 +223,7 @@ def renumbered(layout: Layout, ranks: Sequence[int], channel: Callable[[int], in
 
 
 def cleared(layout: Layout) -> Layout:
-    """Return the layout with all slices sent by clear-to-send, except empty ones, which stay eager.
+    """Return the layout in which all slices are cleared, except empty ones, which are eager.
 
     Calls on memory that this process cannot copy from need such a layout. If one rank uses it for a
     call, all ranks must.

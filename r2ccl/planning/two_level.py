@@ -299,10 +299,10 @@ class TwoLevelPlans:
     def _fastest(
         self, call: CallSignature, nbytes: int, health: Health, rows: Sequence[Sequence[int]]
     ) -> tuple[bool, int] | None:
-        """Return whether groups are faster at home than everywhere, and the predicted time in ns.
+        """Return whether groups run at home (False: everywhere), and the predicted time in ns.
 
-        Return None if one level is fastest. Only the times between the nodes are compared; the
-        times of the steps within a node are neglected.
+        Return None if one level is faster by more than 2 % (`_AS_GOOD`). Only the times between the
+        nodes are compared; the times of the steps within a node are neglected.
         """
         one_ns = self._plans.choice_of(call, health).predicted_ns
         home_ns = self._home_ns(call, nbytes, rows)
