@@ -35,6 +35,11 @@ def simulate_choice(
         Size of the whole buffer in bytes.
     counts : sequence of int, optional
         Bytes of each part of the buffer. Default: equal parts.
+
+    Raises
+    ------
+    InvalidArgument
+        If two ranks that exchange data have no rail that is up at both; or as for `simulate`.
     """
     rows, n = cluster.rows, len(cluster.rows)
     nodes = range(n) if choice.schedule.nranks == n else cluster.nodes

@@ -203,7 +203,7 @@ def placed_at(schedule: Schedule, width: int, edges: Iterable[EdgeAtHome]) -> Pl
     width : int
         Number of home rails.
     edges : iterable of EdgeAtHome
-        All edges of the schedule between nodes, with their rails.
+        Edges between nodes, with their rails. All other edges get the first home rail.
     """
     return Placement(
         tuple(channel * width for channel in range(schedule.nchannels)),

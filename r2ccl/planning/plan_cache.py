@@ -230,6 +230,9 @@ class CheckedSchedules:
 class PlanCache:
     """Plan cache of one rank: a callable that returns the plan of a call.
 
+    Only the thread that runs a collective may ask for its plan, or whether it is a bandwidth
+    sample. Any thread may call `choose`, `choice_of`, `explain` and `check_own`.
+
     Parameters
     ----------
     rank, nranks : int

@@ -478,7 +478,7 @@ def _without_digest(call: CallSignature) -> CallSignature:
     """Return `call`, with ``root`` set to 0 if its collective has no root rank.
 
     In such a call, ``root`` may be made from a digest (`CallSignature`), which can differ in every
-    call; plans do not depend on it.
+    call; the choice does not depend on it.
     """
     return call if call.collective in ROOTED else msgspec.structs.replace(call, root=0)
 

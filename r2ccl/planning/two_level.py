@@ -214,6 +214,7 @@ class TwoLevelPlans:
             Number of elements of the group's parts of the chunk, together.
         health : Health
         is_at_home : bool
+            As in the `Division` of the call.
         parts : Parts, optional
             For a collective in `PARTED`, places of the parts of the group's members.
         """
