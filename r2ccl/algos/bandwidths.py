@@ -13,7 +13,7 @@ from r2ccl.errors import InvalidArgument
 
 
 class Straggler(NamedTuple):
-    """Slowest rank, and the fraction of the next slowest rank's bandwidth that it lacks.
+    """Slowest rank, and the fraction by which its bandwidth is below that of the next slowest rank.
 
     The fraction is 0 if there is only one rank.
     """

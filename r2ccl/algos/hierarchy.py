@@ -102,7 +102,7 @@ def wrap(
 
 
 def _cost(inner: Schedule, teams: Sequence[tuple[int, ...]], carried: Carried) -> Cost:
-    """Return the same cost as `measure`, without generating the ops.
+    """Return the cost of the hierarchical schedule, as `measure` does, without generating the ops.
 
     There are at least two nodes, all with equally many ranks, and all channels have equally many
     chunks.

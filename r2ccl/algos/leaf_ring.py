@@ -30,7 +30,7 @@ dependent messages, but at least 2 if there is a leaf, and at least 4 if one rel
 segment adds up to 2(h - 2), or less than 1 on average if h is 1 or 2. Bytes on the wire: as above.
 
 Use it for large messages with few stragglers among many ranks. Every leaf must share a rail with
-every core rank, and neighbours in the core with each other.
+every core rank, and every core rank with both of its neighbours in the ring.
 
 The owner of a section reduces all contributions of leaves in a fixed order, independent of timing.
 

@@ -26,7 +26,7 @@ def neighbors(rank: int, nranks: int, nodes: Sequence[int] = ()) -> frozenset[in
     rank, nranks : int
     nodes : sequence of int, optional
         Number of the node of each rank. Ignored unless every node has equally many ranks, with
-        consecutive numbers. Default: every rank has a node of its own, or all share one node.
+        consecutive numbers. Default: one rank per node.
 
     Returns
     -------

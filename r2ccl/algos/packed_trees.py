@@ -268,7 +268,7 @@ def _next(
 
 
 def _round(values: Sequence[Fraction]) -> list[int]:
-    """Round to integers with the same sum, rounding up those with the largest fractional parts."""
+    """Round `values` to integers with the same sum; the largest fractional parts are rounded up."""
     floors = [int(each) for each in values]
     missing = int(sum(values)) - sum(floors)
     order = sorted(range(len(values)), key=lambda at: (floors[at] - values[at], at))
@@ -278,7 +278,7 @@ def _round(values: Sequence[Fraction]) -> list[int]:
 
 
 def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
-    """Round to integers with the same sum: even ones, where possible, within the limits `rooms`."""
+    """Round `values` to integers with the same sum: none above its limit in `rooms`, most even."""
     halves = _round([each / 2 for each in values])
     found = [min(2 * half, room - room % 2) for half, room in zip(halves, rooms, strict=True)]
     missing = int(sum(values)) - sum(found)

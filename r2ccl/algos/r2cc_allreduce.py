@@ -17,8 +17,9 @@ in the tail than in the ring, that is 1 + 1/K < 2(n - 1)/n, or K > n/(n - 2); ot
 the ring alone. The helper does not return the sum to the straggler itself: it would then send 2 Y D
 in the tail, which would take longer than T3 if X < 1/2 and K is large.
 
-Steps: 3n - 5, but at least 2(n - 1); 2(n - 1) if Y = 0. Bytes on the wire: the straggler sends and
-receives (2(n - 1)/n (1 - Y) + Y) D, every other rank (2(n - 1)/n (1 - Y) + (2(m - 1)/m + 1) Y) D.
+Steps: 2(n - 1) if Y = 0, otherwise the larger of 2(n - 1) and 3n - 5. Bytes on the wire: the
+straggler sends and receives (2(n - 1)/n (1 - Y) + Y) D, every other rank sends and receives
+(2(n - 1)/n (1 - Y) + (2(m - 1)/m + 1) Y) D.
 
 This algorithm is here for comparison; `leaf_ring` takes less time. Healthy ranks do not need the
 partial sum: it is enough that the owner of a section has it after the reduce-scatter. If the

@@ -35,6 +35,11 @@ def simulate_choice(
         Size of the whole buffer in bytes.
     counts : sequence of int, optional
         Bytes of each part of the buffer. Default: equal parts.
+
+    Raises
+    ------
+    InvalidArgument
+        If two ranks that exchange data have no rail that is up at both; or as for `simulate`.
     """
     rows, n = cluster.rows, len(cluster.rows)
     nodes = range(n) if choice.schedule.nranks == n else cluster.nodes
@@ -58,11 +63,11 @@ def simulate_choice(
 
 
 def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
-    """Return a function that gives the rails of the links of `choice`, as the engine chooses them.
+    """Return a function that gives the rails of the links of `choice`, chosen as in a real call.
 
-    For every rank, `rows` has the bandwidth left on each rail, 0 to `WHOLE`, see
-    `r2ccl.failover.health.table`. A link whose home rail is down uses a rail that is up at both
-    ends, if there is one.
+    For every rank, `rows` has the share of its bandwidth that each rail has left
+    (`r2ccl.failover.health.table`). A link whose home rail is down at either end uses a rail that
+    is up at both ends, if there is one (`r2ccl.failover.migration.path.choose_routes`).
     """
     placement, nrails = choice.placement, len(rows[0])
     home = {(c, low, high): number % nrails for c, low, high, number in placement.edges}

@@ -5,8 +5,8 @@ never assigned to a port without bandwidth.
 
 Ports are numbered in this order: egress of every (node, rail), ingress of every (node, rail),
 egress of every rank to the other ranks of its node, ingress of every rank from the other ranks of
-its node. With node ports, a node has one port per direction, with the summed bandwidth of its
-rails.
+its node. With node ports (`PortRoutes.has_node_ports`), a node has one port per direction, with the
+summed bandwidth of its rails.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Terms(NamedTuple):
 
     @property
     def bandwidths(self) -> list[int]:
-        """Sum of the usable shares of each node's ports; 1 if no home rail reaches the node."""
+        """For each node, the sum of the usable shares of its ports, at least 1."""
         return [max(1, sum(row)) for row in self.usable]
 
     @property
@@ -281,9 +281,9 @@ def _disseminations(terms: Terms) -> Iterator[Candidate]:
 
 
 def at_home(flows: Flows, terms: Terms) -> tuple[EdgeAtHome, ...]:
-    """Return the placement of each channel c on home rail ``c % nhomes``.
+    """Return the edges of `flows`, with home rail ``c % nhomes`` for the edges of channel c.
 
-    Return () if two ports have different shares, or all are down.
+    Return () unless all ports have the same share, above 0.
     """
     if not terms.is_whole or len(set(terms.shares[0])) > 1:
         return ()
@@ -327,11 +327,11 @@ def _counts_of_trees(terms: Terms) -> list[tuple[int, list[int]]]:
 
     If a port with its full bandwidth takes k edges, at most t trees fit the ports (`Terms.rooms`),
     and their time is proportional to k / t. In general no integer k reaches the lower bound of the
-    time, but some come close. There are two fits: in the *tight* one, edges may fill all ports if k
-    is even; in the *loose* one, an edge end per node stays free. For each fit and each factor in
-    `_EVEN`, the result has the smallest tree count whose time is at most that factor times the
-    least time of the fit. Above `_MANY_NODES` nodes, `_TIGHT` has the factors of the tight fit and
-    `_LOOSE` those of the loose one. If no tree fits, the result is one tree per home rail.
+    time, but some come close. There are two fits: the *loose* one leaves one edge end per node
+    free; the *tight* one does so only if k is odd. For each fit and each factor in `_EVEN` (above
+    `_MANY_NODES` nodes: in `_TIGHT` or `_LOOSE`), the result has the smallest tree count whose time
+    is at most that factor times the least time of the fit. If no tree fits, the result is one tree
+    per home rail.
     """
     n = len(terms.shares)
     tight: dict[int, tuple[Fraction, list[int]]] = {}
@@ -411,9 +411,9 @@ FAMILIES: dict[str, Callable[[Terms], Iterator[Candidate]]] = {
     "r2cc": _r2cc,
 }
 
-#: Largest number of nodes for which a family yields candidates. Beyond it, making and placing one
-#: takes seconds while a call waits (all families together, 8 rails per node: 0.4 s with 16 nodes,
-#: 1.5 s with 32).
+#: Largest number of nodes for which a family yields candidates. Beyond it, a call would wait for
+#: seconds while candidates are made and placed (all families together, 8 rails per node: 0.4 s with
+#: 16 nodes, 1.5 s with 32).
 _MOST_NODES = {
     "bridged_ring": 64,
     "dissemination": 256,

@@ -60,8 +60,8 @@ class BandwidthSamples:
     version : int
         Version of the health in the last `begin`; -1 before.
     op : int
-        Number of the last call asked about; -1 before. A call that is not a candidate changes
-        nothing, and need not be asked about, unless it has this number.
+        Argument `op` of the last `take`; -1 before. A call that is not a candidate changes nothing,
+        and needs no `take`, unless its `op` is this number.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class BandwidthSamples:
         #: of the next.
         self._distance = 0
         self.op = -1
-        #: Counts before and after the last call asked about.
+        #: Counts before and after the call of the last `take`.
         self._before = self._after = _Count()
 
     def begin(self, version: int, *, is_slow: bool) -> None:

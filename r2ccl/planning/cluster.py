@@ -56,7 +56,7 @@ class ClusterShape(msgspec.Struct, frozen=True):
 
     @property
     def planner(self) -> Planner:
-        """Planner that every rank uses, with the default settings."""
+        """A new planner with the default settings, equal to that of every rank."""
         return Planner(self.fabric, Config())
 
 

@@ -2,10 +2,10 @@
 
 Allgather and reduce-scatter run as rings or disseminations; broadcast and reduce run as chains or
 packed trees. If no ring of all ranks is found, all four run as spanning trees. Scan and exscan run
-as chains in rank order or by doubling. As a rule, each channel of a ring or a dissemination is
-placed on one home rail in a healthy network. In a degraded one, and for all other candidates, each
-edge is placed separately. On a degraded network, the number of channels of a ring is chosen to fill
-the ports of the node with the least bandwidth.
+as chains in rank order or by doubling. As a rule, each channel of a ring, a dissemination or a scan
+is placed on one home rail in a healthy network. In a degraded one, and for all other candidates,
+each edge is placed separately. On a degraded network, the number of channels of a ring is chosen to
+fill the ports of the node with the least bandwidth.
 
 Invariant: equal terms give equal candidates in the same order, on every rank.
 """
@@ -233,12 +233,13 @@ def _prefixes(terms: Terms, *, is_exclusive: bool, is_chain: bool) -> Iterator[C
 
 
 def _turns_at_home(flows: Flows, nchannels: int, terms: Terms) -> tuple[EdgeAtHome, ...]:
-    """Return the placement `at_home` of as many channels as load all rails alike.
+    """Return the edges between nodes, placed by `at_home`, of the channels that load rails alike.
 
-    The channels have equal edges. No placement of these channels is better, so it need not be
-    searched for. The edges of the remaining channels are not in the result. These channels are
-    fewer than the home rails or, if edges differ in load, fewer than twice as many, because few
-    channels could not even out the loads.
+    All channels have equal edges, so equally many channels per rail load all rails alike, and no
+    search finds a better placement. If `nchannels` is no multiple of the number of home rails, the
+    result leaves out the channels beyond the last multiple and, if edges differ in load, as many
+    channels before them as there are home rails: fewer could not even out the loads. The edges of
+    these last channels are to be placed one by one.
     """
     node_of = {rank: node for node, team in enumerate(terms.teams) for rank in team}
     rest = nchannels % terms.nhomes

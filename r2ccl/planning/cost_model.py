@@ -109,7 +109,8 @@ class Choice(NamedTuple):
         Time of the busiest port, as a multiple of the time in which a rail with its full bandwidth
         carries the data; 0 if unknown.
     predicted_ns : int
-        Predicted time of the call in ns; 0 if unknown.
+        Predicted time of the call in ns; 0 if it was not predicted. If `load` is unknown, the time
+        that the data takes is missing in it.
     steps : int
         Number of messages on the longest chain of dependent messages; 0 if the time was not
         predicted.
@@ -168,7 +169,7 @@ class Placed(NamedTuple):
 
 
 def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
-    """Place `candidate` on the rails of the ranks, or of the nodes if `is_among_nodes`."""
+    """Return `candidate`, placed on the rails of the ranks, or of the nodes if `is_among_nodes`."""
     schedule, homes, nodes = candidate.schedule, fabric.homes, fabric.nodes
     if candidate.is_among_nodes:
         health, nodes = _of_nodes(health, nodes), ()

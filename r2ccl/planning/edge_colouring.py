@@ -40,11 +40,12 @@ def even_out(
     ends : sequence of (int, int)
         The two vertices of each edge.
     allowed : sequence of sequence of int
-        Colours that each edge may have, at least one.
+        Colours that each edge may have: at least one, each with a share above 0 at both vertices.
     shares : mapping of int to sequence of int
         For each vertex, its share of each colour, 0 to `WHOLE`.
     colours : sequence of int
-        Initial colour of each edge. The better the initial colours, the fewer edges change.
+        Initial colour of each edge, one of those allowed. The better the initial colours, the fewer
+        edges change.
 
     Returns
     -------
@@ -119,9 +120,9 @@ class _Colouring:
         return len(self._at[vertex][colour]) < self._room[vertex][colour]
 
     def _path(self, vertex: int, colour: int) -> dict[int, int]:
-        """Return new colours of edges, after which `vertex` has one edge of `colour` less.
+        """Return new colours of edges, after which `vertex` has one edge fewer of `colour`.
 
-        Returns an empty dict if no alternating path exists.
+        Return an empty dict if no alternating path is found.
         """
         start: _Excess = (vertex, colour, -1)
         came: dict[_Excess, _Step | None] = {start: None}

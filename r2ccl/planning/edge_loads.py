@@ -4,8 +4,8 @@ An *edge* is the pair of links between two ranks on one channel. The planner com
 and runs one of them. Computing loads without ops avoids generating the ops of schedules that do not
 run.
 
-Invariant: for the same schedule, every function here returns the same loads as multiples of the
-buffer. Their units and the order of the flows may differ.
+Invariant: for the same schedule, the functions ``flows_of_*`` return the same loads as `flows_of`,
+as multiples of the buffer. The units and the order of the flows may differ.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ A part is the data that one rank sends to another. Small parts travel undivided 
 (`r2ccl.algos.direct_exchange`), whose load is neglected. Each larger part is divided evenly among
 the other channels, and each channel of each pair of ranks is placed on a rail. If all ports have
 their full bandwidth, all rails share one wire, or there are more than `_MOST_EDGES_PLACED` edges,
-channel c uses home rail ``(c - 1) % n``, of n home rails, for all pairs. This loads all ports of a
-rank alike. Otherwise, one of two rules applies:
+channel c uses home rail ``(c - 1) % n``, of n home rails, for all pairs. In a healthy network, this
+loads all ports of a rank alike if the number of channels without channel 0 is a multiple of n.
+Otherwise, one of two rules applies:
 
 1. Parts of equal size: channels are placed so that the ports of each rank are loaded in proportion
    to their shares.

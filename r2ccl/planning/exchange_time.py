@@ -29,7 +29,7 @@ def alltoall_time(
 ) -> tuple[Fraction | None, Fraction]:
     """Return the time of the busiest port, and the average time of all ports.
 
-    Each part is divided among `nchannels` channels; channel c is on home rail ``c % len(homes)``.
+    Each part is divided among `nchannels` channels, which are placed on the home rails in turn.
 
     Parameters
     ----------
@@ -74,11 +74,12 @@ def alltoall_time(
 
 
 def _loads(both: _Ints, peers: _Ints, channels: _Ints) -> list[Fraction]:
-    """Return what a rank exchanges with other nodes on each home rail, in parts of a channel.
+    """Return how much a rank exchanges with other nodes on each home rail.
 
-    `peers` has the number of ranks on each kind of node, and ``both[kind]`` the lesser of the two
-    shares on each rail. `channels` has the number of channels on each rail. The channels of a rail
-    that is down at either end detour over the other rails, in proportion to ``both``.
+    The unit is the share of one part that one channel carries. `peers` has the number of ranks on
+    each kind of node, and ``both[kind]`` the lesser of the two shares on each rail. `channels` has
+    the number of channels on each rail. The channels of a rail that is down at either end detour
+    over the other rails, in proportion to ``both``.
     """
     is_up = both > 0
     direct = (peers @ is_up) * channels

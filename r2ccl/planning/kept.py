@@ -1,7 +1,8 @@
 """Results of planning that are kept for later calls, as long as the health may still be in use.
 
-Invariant: results of a new version of the health drop those of all versions but the last two. The
-last but one may still be in use by calls that ranks entered before they agreed on the new one.
+Invariant: the first result of a new version of the health drops those of all versions before the
+last one. The last one may still be in use, by calls that ranks entered before they agreed on the
+new version.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ class Kept(dict[Key, Value]):
     """Results by key. The first element of a key is the version of the health.
 
     Results are only ever kept to save time, so any of them may be dropped. Several threads may keep
-    results at once: one may explain a choice while another runs calls.
+    results at once: one may explain a choice while another runs calls. Look up a result in one
+    step, by `get` or with a handler of KeyError, because another thread may drop it at any time.
 
     Parameters
     ----------
@@ -40,7 +42,7 @@ class Kept(dict[Key, Value]):
         self._newest = -1
 
     def keep(self, key: Key, value: Value, size: int = 0) -> Value:
-        """Keep `value`, the result for `key`, whose memory is proportional to `size`; return it."""
+        """Keep and return `value`, the result for `key`; its memory is proportional to `size`."""
         newest = self._newest
         if key[0] > newest:
             self._newest = key[0]

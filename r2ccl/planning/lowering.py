@@ -196,7 +196,7 @@ def lower(
 
 
 def renumbered(layout: Layout, ranks: Sequence[int], channel: Callable[[int], int]) -> Layout:
-    """Return the layout with rank i renamed to ``ranks[i]``, link channel i to ``channel(i)``."""
+    """Return the layout with ``ranks[i]`` for rank i and ``channel(i)`` for link channel i."""
 
     def way(old: LinkSteps) -> LinkSteps:
         return old._replace(peer=ranks[old.peer], channel=channel(old.channel))
@@ -223,7 +223,7 @@ def renumbered(layout: Layout, ranks: Sequence[int], channel: Callable[[int], in
 
 
 def cleared(layout: Layout) -> Layout:
-    """Return the layout with all slices sent by clear-to-send, except empty ones, which stay eager.
+    """Return the layout in which all slices are cleared, except empty ones, which are eager.
 
     Calls on memory that this process cannot copy from need such a layout. If one rank uses it for a
     call, all ranks must.
@@ -346,7 +346,8 @@ def limit_windows(layout: Layout, nhomes: int, nbytes: int) -> Layout:
     nhomes : int
         Number of home rails. Link channels with equal remainder modulo `nhomes` share a port.
     nbytes : int
-        In-flight byte budget of a port with several senders.
+        In-flight byte budget of a port with several senders. Links of other ranks that share the
+        port are not counted.
 
     Notes
     -----

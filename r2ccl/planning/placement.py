@@ -203,7 +203,7 @@ def placed_at(schedule: Schedule, width: int, edges: Iterable[EdgeAtHome]) -> Pl
     width : int
         Number of home rails.
     edges : iterable of EdgeAtHome
-        All edges of the schedule between nodes, with their rails.
+        Edges between nodes, with their rails. All other edges get the first home rail.
     """
     return Placement(
         tuple(channel * width for channel in range(schedule.nchannels)),
@@ -281,8 +281,8 @@ def ring_time(
 ) -> Fraction | None:
     """Return the `port_time` of a ring allreduce in rank order, computed without its flows.
 
-    Unlike in `port_time`, a channel detours as a whole, to the rail that has the least detoured
-    weight relative to its share.
+    Unlike in `port_time`, a channel detours as a whole, to the rail that then has the least
+    detoured weight relative to its share. Returns None if two neighbours have no common home rail.
     """
     n, width = health.nranks, len(homes)
     channels: list[list[int]] = [[] for _ in homes]
@@ -351,7 +351,7 @@ class _Ports:
         self._received[high][at] += up
 
     def add_detoured(self, flow: Flow, at: int) -> bool:
-        """Add `flow` to home rail `at`, or if that is down, to the rails that are up at both ends.
+        """Add `flow` to home rail `at`, or if `at` is down at an end, to the rails up at both ends.
 
         Returns
         -------

@@ -6,9 +6,9 @@ the rank, and the places of parts in its memory, a plan depends only on values t
 ranks: the call's signature, its number and the user's schedule, the settings, the fabric with its
 agreed rates, and the agreed health. The plans of all ranks therefore match.
 
-Invariant: a cache holds at most `_KEPT` plans of calls with parts of equal size, and as many of
-other calls, each of a bounded total size. All are of the two newest versions of the health
-(`r2ccl.planning.kept`); the oldest are evicted first.
+Invariant: a cache holds at most `_KEPT` plans of calls without parts of unequal size, and as many
+of calls with such parts. The total size of either kind is bounded. All are of the two newest
+versions of the health (`r2ccl.planning.kept`); the oldest are evicted first.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Plan(NamedTuple):
         that the pair exchanges in this direction. None for other collectives.
     is_lasting : bool
         True if equal calls have this plan, whatever their number, as long as the health does not
-        change. False for a call that must sometimes be a bandwidth sample.
+        change. False for a call that must sometimes be a bandwidth sample, and for a plan that was
+        made without the number of a collective.
     kernel : int
         Address of the kernel of the reductions in compiled code; 0: that of the signature's dtype
         and op.
@@ -208,6 +209,9 @@ class CheckedSchedules:
     def check(self, schedule: Schedule, key: Hashable, *, is_ordered: bool) -> None:
         """Check `schedule`, unless one with the same `key` and `is_ordered` was accepted before.
 
+        Only schedules of the same collective, with the same root and the same ops, may have the
+        same `key`.
+
         Raises
         ------
         ScheduleError
@@ -225,6 +229,9 @@ class CheckedSchedules:
 
 class PlanCache:
     """Plan cache of one rank: a callable that returns the plan of a call.
+
+    Only the thread that runs a collective may ask for its plan, or whether it is a bandwidth
+    sample. Any thread may call `choose`, `choice_of`, `explain` and `check_own`.
 
     Parameters
     ----------
@@ -267,7 +274,7 @@ class PlanCache:
         self.planning = Planning()
         self._samples = BandwidthSamples()
         #: Costs of bandwidth samples, by health version, call and predicted time of two levels;
-        #: None: no call of this kind must be one.
+        #: None: the call must never be a sample.
         self._costs: Kept[_CostKey, SampleCost | None] = Kept(_KEPT)
         self._checked = checked or CheckedSchedules()
 
@@ -303,9 +310,9 @@ class PlanCache:
         call : CallSignature
         health : Health
         op : int, optional
-            Number of the collective before this one, equal on all ranks. The call is counted, and
-            may be selected as a bandwidth sample (see the method `is_bandwidth_sample`). Default:
-            neither.
+            Number of the collective before this one, equal on all ranks. If given, the call is
+            counted, and may be selected as a bandwidth sample (see the method
+            `is_bandwidth_sample`). By default, the call is not counted and is no sample.
         own : Schedule, optional
             Schedule of the user, which replaces the planner's choice. The caller has verified that
             its collective and its number of ranks are those of the call.
@@ -431,7 +438,7 @@ class PlanCache:
     def _whole_nbytes(self) -> int:
         """Return the size, in bytes, up to which a part of a direct exchange is sent eagerly.
 
-        All other ranks may send such a part to one port at once; together they fit its budget.
+        If all other ranks send such a part to one port at once, the parts together fit its budget.
         """
         return min(self._config.eager_nbytes, self.fabric.inlet_nbytes // self._nranks)
 
@@ -512,7 +519,7 @@ def _pairs(call: CallSignature, layout: Layout) -> dict[tuple[int, bool], int]:
 
 
 def _size_of(plan: Plan) -> int:
-    """Return the number of steps, slice boundaries and pairs of a plan, the most of its memory."""
+    """Return the size of a plan, in slice boundaries; a step counts as `_STEP_SIZE` of them."""
     lanes = plan.layout.lanes
     ncuts = sum(len(step.cuts) for lane in lanes for step in lane.steps)
     return sum(len(lane.steps) for lane in lanes) * _STEP_SIZE + ncuts + len(plan.pairs or ())

@@ -57,7 +57,7 @@ class Explanation(NamedTuple):
     Attributes
     ----------
     nbytes : int
-        Size of the allreduce.
+        Size of the allreduce, in bytes.
     chosen : Choice
     others : tuple of Choice
         Best variant of every other family that can run, fastest first. All ``predicted_ns``, also
@@ -155,7 +155,7 @@ class Planner:
         return best(gauges or found)
 
     def options(self, call: CallSignature, nbytes: int, health: Health) -> list[Choice]:
-        """Return the predictions of all schedules that a call could run, by family.
+        """Return the predictions of all schedules that a call could run, one or more per family.
 
         For an allreduce, this includes families that `plan` does not try with these settings and
         this health. For another collective, the only element is the choice of `plan` if there is no
@@ -475,10 +475,10 @@ def _expanded(choice: Choice, terms: Terms) -> Choice:
 
 
 def _without_digest(call: CallSignature) -> CallSignature:
-    """Return `call` with root 0 if it has no root.
+    """Return `call`, with ``root`` set to 0 if its collective has no root rank.
 
-    Its root may be a digest, of the sizes of its parts or of the calls of a group, which can differ
-    in every call.
+    In such a call, ``root`` may be made from a digest (`CallSignature`), which can differ in every
+    call; the choice does not depend on it.
     """
     return call if call.collective in ROOTED else msgspec.structs.replace(call, root=0)
 

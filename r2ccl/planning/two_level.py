@@ -214,6 +214,7 @@ class TwoLevelPlans:
             Number of elements of the group's parts of the chunk, together.
         health : Health
         is_at_home : bool
+            As in the `Division` of the call.
         parts : Parts, optional
             For a collective in `PARTED`, places of the parts of the group's members.
         """
@@ -299,10 +300,10 @@ class TwoLevelPlans:
     def _fastest(
         self, call: CallSignature, nbytes: int, health: Health, rows: Sequence[Sequence[int]]
     ) -> tuple[bool, int] | None:
-        """Return whether groups are faster at home than everywhere, and the predicted time in ns.
+        """Return whether groups run at home (False: everywhere), and the predicted time in ns.
 
-        Return None if one level is fastest. Only the times between the nodes are compared; the
-        times of the steps within a node are neglected.
+        Return None if one level is faster by more than 2 % (`_AS_GOOD`). Only the times between the
+        nodes are compared; the times of the steps within a node are neglected.
         """
         one_ns = self._plans.choice_of(call, health).predicted_ns
         home_ns = self._home_ns(call, nbytes, rows)

@@ -150,7 +150,10 @@ def _deliver(s: FlowState, link: int) -> None:
 
 @inlined
 def _land(s: FlowState, link: int) -> None:
-    """Process the landing of the link's next slice: finish it for its SEND, and deliver it."""
+    """Process the landing of the link's next slice: finish it for its SEND, and deliver it.
+
+    If an earlier slice of the link waits for delivery, this slice is delivered after that one.
+    """
     me = s.links[link]
     row = s.messages[me.landing].send
     me.landing_slice += 1
@@ -167,7 +170,8 @@ def _land(s: FlowState, link: int) -> None:
 def sent(s: FlowState, link: int) -> None:
     """Record that the link's current slice is sent completely, and schedule its landing.
 
-    Add the link to ``starting`` if its next slice is ready.
+    If the link has no latency, the slice lands at once. Add the link to ``starting`` if its next
+    slice is ready.
     """
     me = s.links[link]
     s.counts[SLICES] += 1

@@ -1,5 +1,8 @@
 """Binary min-heaps in flat arrays: an array of keys and an array of item numbers.
 
+The arrays have room for all items. The caller of `push` and `drop_first` keeps the number of
+entries; `set_time` and `clear_time` keep that of `FlowState.heap` themselves.
+
 The order in which equal keys leave a heap depends only on the earlier calls, so simulations are
 deterministic.
 """
@@ -86,7 +89,7 @@ def set_time(s: FlowState, number: int, time: float) -> None:
 
 @inlined
 def clear_time(s: FlowState, number: int) -> None:
-    """Remove the next event of item `number` from the heap."""
+    """Remove the next event of item `number` from the heap, if it has one there."""
     at = s.heap_at[number]
     if at < 0:
         return

@@ -151,7 +151,7 @@ class FlowState(NamedTuple):
     """
 
     rows: Records
-    after: npt.NDArray[np.int32]
+    after: npt.NDArray[np.int32]  # dependencies of all rows, see `ROW_DTYPE`
     messages: Records
     chunks: Records
     done: Records
@@ -159,7 +159,7 @@ class FlowState(NamedTuple):
     links: Records
     locals: Records
     reducers: Records
-    reducing_key: npt.NDArray[np.float64]
+    reducing_key: npt.NDArray[np.float64]  # heap of lanes by the end of their reduction
     reducing: npt.NDArray[np.int32]
     ports: Records
     seats: Records
@@ -178,7 +178,7 @@ class FlowState(NamedTuple):
     part_links: npt.NDArray[np.int32]  # max-min: links in it
     fill_key: npt.NDArray[np.float64]  # max-min: heap of ports by the share left per link
     fill: npt.NDArray[np.int32]
-    counts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]  # by the indices STARTING to BEGUN
     clock: npt.NDArray[np.float64]  # one entry: seconds
     alpha_s: npt.NDArray[np.float64]
     reduction_rate: float
