@@ -251,7 +251,11 @@ def _simulator(scenario: Scenario, notes: list[str]) -> Simulate:
                 f"{_MOST_SLICES:.0e}"
             )
             return None
-        return simulate_choice(cluster, choice, scenario.nbytes)
+        try:
+            return simulate_choice(cluster, choice, scenario.nbytes)
+        except InvalidArgument as exc:  # two ranks that exchange data have no common rail
+            notes.append(f"{choice.name} is not simulated: {str(exc).removeprefix('simulate: ')}")
+            return None
 
     return simulate
 

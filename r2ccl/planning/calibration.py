@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from r2ccl.planning.cost_model import Choice, Rates
+from r2ccl.planning.cost_model import UNMEASURED, Choice, Rates
 
 
 def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -> Rates:
@@ -30,7 +30,8 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     Returns
     -------
     Rates
-        Equal on all ranks.
+        Equal on all ranks. `UNMEASURED` if some neighbours in the large allreduce share no home
+        rail, because the rails that it used are then unknown.
 
     Notes
     -----
@@ -45,6 +46,8 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     large = of(nbytes)
     # If latency dominates, the difference is mostly noise; use at least half of the measured time.
     wire_ns = max(took_ns - large.schedule.cost.steps * alpha_ns, took_ns // 2, 1)
+    if not large.has_way:
+        return UNMEASURED
     beta = large.load * nbytes * 10**9 / wire_ns
     return Rates(max(1, alpha_ns), max(1, int(beta)))
 

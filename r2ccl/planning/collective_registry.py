@@ -177,8 +177,10 @@ def _swapped(order: tuple[int, ...], terms: Terms, wide: Sequence[int]) -> tuple
 
 def _dealt_out(terms: Terms) -> tuple[int, ...]:
     """Return the nodes with the degraded ones spread evenly among the healthy ones."""
-    whole = [node for node, row in enumerate(terms.shares) if set(row) == {WHOLE}]
-    poor = [node for node in range(len(terms.shares)) if node not in set(whole)]
+    whole: list[int] = []
+    poor: list[int] = []
+    for node, row in enumerate(terms.shares):
+        (whole if set(row) == {WHOLE} else poor).append(node)
     n, npoor = len(terms.shares), len(poor)
     found: list[int] = []
     for place in range(n):

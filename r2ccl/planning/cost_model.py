@@ -109,8 +109,7 @@ class Choice(NamedTuple):
         Time of the busiest port, as a multiple of the time in which a rail with its full bandwidth
         carries the data; 0 if unknown.
     predicted_ns : int
-        Predicted time of the call in ns; 0 if it was not predicted. If `load` is unknown, the time
-        that the data takes is missing in it.
+        Predicted time of the call in ns; 0 if unknown.
     steps : int
         Number of messages on the longest chain of dependent messages; 0 if the time was not
         predicted.
@@ -120,6 +119,9 @@ class Choice(NamedTuple):
     flows : Flows or None
         Load of each edge, if it is known without generating the ops of the schedule; None unless
         `is_among_nodes`, because only the expansion needs it.
+    has_way : bool
+        False if the schedule was placed although two neighbours on different nodes have no common
+        home rail (`Placed`); its load and time are then unknown.
     """
 
     name: str
@@ -131,6 +133,7 @@ class Choice(NamedTuple):
     steps: int = 0
     is_among_nodes: bool = False
     flows: Flows | None = None
+    has_way: bool = True
 
     @property
     def is_bandwidth_sample(self) -> bool:
@@ -173,9 +176,13 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
     schedule, homes, nodes = candidate.schedule, fabric.homes, fabric.nodes
     if candidate.is_among_nodes:
         health, nodes = _of_nodes(health, nodes), ()
+    is_one_wire = fabric.nwires == 1
+    wire = of_one_wire(health, homes) if is_one_wire else health
     if candidate.is_ring:
         placement = place(schedule.nchannels, homes, health)
         load, nlinks = ring_time(placement, homes, health, nodes), 0
+        if load and is_one_wire:
+            load = ring_time(place(schedule.nchannels, (0,), wire), (0,), wire, nodes)
         if candidate.is_among_nodes:
             # The other ranks of a node send to their leader in a pipeline too, which needs small
             # slices.
@@ -188,8 +195,7 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
         placement = _placed(candidate, flows, homes, health, nodes)
         load = port_time(schedule, placement, homes, health, nodes, flows)
         mean = mean_time(flows, homes, health, nodes)
-        if load and fabric.nwires == 1:
-            wire = _of_one_wire(health, homes)
+        if load and is_one_wire:
             load = port_time(schedule, placement, (0,), wire, nodes, flows)
             mean = mean_time(flows, (0,), wire, nodes)
         nlinks = inlets(placement, homes)
@@ -232,7 +238,7 @@ def _of_nodes(health: Health, nodes: Sequence[int]) -> Health:
     return msgspec.structs.replace(health, shares=b"".join(rows.values()), excluded=())
 
 
-def _of_one_wire(health: Health, homes: Sequence[int]) -> Health:
+def of_one_wire(health: Health, homes: Sequence[int]) -> Health:
     """Return the health with a single rail, on which each rank has its largest share of `homes`."""
     shares = bytes(max(health.share(rank, rail) for rail in homes) for rank in range(health.nranks))
     return msgspec.structs.replace(health, nrails=1, shares=shares, excluded=())
@@ -240,7 +246,7 @@ def _of_one_wire(health: Health, homes: Sequence[int]) -> Health:
 
 def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choice:
     """Return `placed` as the choice for a call of `nbytes`: add slice size and predicted time."""
-    candidate, placement, load, mean, nlinks, _ = placed
+    candidate, placement, load, mean, nlinks, has_way = placed
     schedule, rates = candidate.schedule, fabric.rates
     wire_ns = load * nbytes * 10**9 / rates.beta
     slice_nbytes = config.slice_nbytes
@@ -271,10 +277,11 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
         placement,
         slice_nbytes,
         load,
-        int(total_ns),
+        int(total_ns) if has_way else 0,
         steps,
         candidate.is_among_nodes,
         candidate.flows,
+        has_way,
     )
 
 
@@ -386,4 +393,14 @@ _UNMEASURED_SLICE_NS = 300_000
 _INLET_S = Fraction(1, 100)
 _LEAST_INLET_NBYTES = 256 << 10
 
-__all__ = ["NOT_TREES", "UNMEASURED", "Choice", "Fabric", "Placed", "Rates", "predict", "put"]
+__all__ = [
+    "NOT_TREES",
+    "UNMEASURED",
+    "Choice",
+    "Fabric",
+    "Placed",
+    "Rates",
+    "of_one_wire",
+    "predict",
+    "put",
+]

@@ -25,12 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from itertools import combinations
 
 from r2ccl.algos import direct_exchange
 from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planning.allreduce_registry import Candidate
-from r2ccl.planning.cost_model import Fabric, Placed
+from r2ccl.planning.cost_model import Fabric, Placed, of_one_wire
 from r2ccl.planning.edge_loads import Flow, Flows
 from r2ccl.planning.exchange_time import alltoall_time
 from r2ccl.planning.placement import (
@@ -71,11 +72,12 @@ def place_exchange(
     count = nchannels or (nwires if is_whole or nwires == 1 else 2 * nwires)
     schedule = _MAKERS[collective](n, root, count)
     npairs = n * (n - 1) // 2 if schedule.collective == "alltoall" else n - 1
+    times: Callable[[Sequence[int], Health], tuple[Fraction | None, Fraction]]
     is_alike = is_whole or fabric.nwires == 1 or npairs * count > _MOST_EDGES_PLACED
     if is_alike and schedule.collective == "alltoall":
         # The flows are too many to list them while a call waits: a million with 512 ranks.
         placement = Placement(_turns(schedule, width), schedule.weights, spread=width)
-        load, mean = alltoall_time(count, fabric.homes, health, fabric.nodes)
+        times = partial(alltoall_time, count, nodes=fabric.nodes)
     else:
         flows = flows_of_exchange(schedule)
         if is_alike:
@@ -86,8 +88,15 @@ def place_exchange(
             placement = _with_whole_parts(
                 place_edges(schedule, fabric.homes, health, fabric.nodes, flows), width
             )
-        load = port_time(schedule, placement, fabric.homes, health, fabric.nodes, flows)
-        mean = mean_time(flows, fabric.homes, health, fabric.nodes)
+
+        def listed(homes: Sequence[int], health: Health) -> tuple[Fraction | None, Fraction]:
+            busiest = port_time(schedule, placement, homes, health, fabric.nodes, flows)
+            return busiest, mean_time(flows, homes, health, fabric.nodes)
+
+        times = listed
+    load, mean = times(fabric.homes, health)
+    if load and fabric.nwires == 1:
+        load, mean = times((0,), of_one_wire(health, fabric.homes))
     nlinks = (n - 1) * -(-count // width)
     busy = (load or Fraction(0)) * WHOLE
     candidate = Candidate("direct", schedule)  # kept per health, so without the flows

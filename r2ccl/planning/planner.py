@@ -364,12 +364,15 @@ class Planner:
 
     def _comparison(self, chosen: Choice, nbytes: int, health: Health) -> str:
         """Return the reason of the choice for an allreduce whose candidates were compared."""
+        compared = self.compare(nbytes, health)
+        if not chosen.has_way:
+            return reason(chosen, compared)
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)
         placed = [each for name in self._names(terms) for each in self._put(name, terms, carried)]
         able = {each.candidate.name for each in placed if each.has_way}
         unable = [each.candidate.name for each in placed if each.candidate.name not in able]
-        why = reason(chosen, self.compare(nbytes, health))
+        why = reason(chosen, compared)
         if unable:
             why += f"; {_listed(unable)} cannot run, because some nodes have no common rail"
         if not terms.is_whole:
@@ -443,6 +446,11 @@ def reason(chosen: Choice, found: Sequence[Choice]) -> str:
     least: dict[str, Choice] = {}
     for each in sorted(found, key=lambda choice: choice.predicted_ns):
         least.setdefault(each.name, each)
+    if not chosen.has_way:
+        return (
+            "although some ranks that exchange data have no common home rail: no other schedule "
+            "avoids that"
+        )
     others = [each for each in least.values() if each.name != chosen.name]
     if not others:
         return "the only schedule that can run"

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, chain, pairwise
-from math import ceil, isqrt, lcm
+from math import ceil, inf, isqrt, lcm
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -305,7 +305,8 @@ class TwoLevelPlans:
         Return None if one level is faster by more than 2 % (`_AS_GOOD`). Only the times between the
         nodes are compared; the times of the steps within a node are neglected.
         """
-        one_ns = self._plans.choice_of(call, health).predicted_ns
+        one = self._plans.choice_of(call, health)
+        one_ns = one.predicted_ns if one.has_way else inf
         home_ns = self._home_ns(call, nbytes, rows)
         if home_ns is not None and min(map(min, rows)) == WHOLE:
             return (True, int(home_ns)) if home_ns <= one_ns * _AS_GOOD else None
@@ -314,10 +315,13 @@ class TwoLevelPlans:
             version=health.version,
             shares=b"".join(self._row(row) for row in rows),
         )
-        all_ns = self._of_nodes(self._everywhere, call, nbytes, carried).predicted_ns
+        nodes = self._of_nodes(self._everywhere, call, nbytes, carried)
+        all_ns = nodes.predicted_ns if nodes.has_way else inf
         if home_ns is not None and home_ns <= min(all_ns, one_ns) * _AS_GOOD:
             return True, int(home_ns)
-        return (False, all_ns) if all_ns <= one_ns * _AS_GOOD else None
+        if nodes.has_way and all_ns <= one_ns * _AS_GOOD:
+            return False, nodes.predicted_ns
+        return None
 
     def _of_nodes(
         self, planner: Planner, call: CallSignature, nbytes: int, health: Health

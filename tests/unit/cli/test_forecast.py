@@ -160,6 +160,18 @@ def test_large_simulations_are_left_out_and_named(monkeypatch: pytest.MonkeyPatc
     assert any("ring is not simulated" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("collective", ["allreduce", "alltoall", "gather"])
+def test_nodes_without_a_common_nic_have_no_times(collective: str) -> None:
+    found = found_by("--nodes", "2", "--lose", "0:0,1:1", "--collective", collective)
+    assert all(each.simulated_s for each in found.healthy.values())
+    [(name, forecast)] = found.degraded.items()
+    assert forecast.is_chosen
+    assert forecast.predicted_s is forecast.simulated_s is None
+    [note] = found.notes
+    assert note.startswith(f"{name} is not simulated: no rail is alive at both rank")
+    assert "no common home rail" in found.why_degraded
+
+
 def explain(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     assert main(["explain", *SMALL, *options]) == 0
     return capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 
 from r2ccl.algos import recursive_doubling, ring
 from r2ccl.planning.calibration import calibrate
-from r2ccl.planning.cost_model import Choice
+from r2ccl.planning.cost_model import UNMEASURED, Choice
 from r2ccl.planning.placement import Placement
 from r2ccl.schedule.ir import Schedule
 
@@ -61,6 +61,13 @@ def test_slow_networks_are_measured_with_less_data_than_fast() -> None:
     for beta, seen in sizes.items():
         calibrate(network(beta, seen), choice)
     assert max(sizes[10**6]) == 1 << 20 < max(sizes[10**9]) <= 64 << 20
+
+
+def test_without_a_common_rail_nothing_is_measured() -> None:
+    def apart(nbytes: int) -> Choice:
+        return choice(nbytes)._replace(load=Fraction(0), has_way=False)
+
+    assert calibrate(network(10**9, of=apart), apart) == UNMEASURED
 
 
 def test_a_time_that_does_not_repeat_is_measured_again() -> None:

@@ -211,6 +211,28 @@ def test_rails_that_are_one_wire_carry_no_more_than_one() -> None:
         assert min(loads.values()) == Fraction(3, 2), "the bound of four whole ranks"
 
 
+def test_rings_on_one_wire_share_it() -> None:
+    fabric = Fabric(range(2), 1, (), RATES)
+    for channels in (1, 2):
+        planner = Planner(fabric, Config(channels=channels))
+        found = planner.options(call(Collective.ALLGATHER), 4 * MIB, health(4, 2))
+        found += planner.options(call(Collective.ALLTOALL), 4 * MIB, health(4, 2))
+        assert {each.load for each in found} == {Fraction(3, 4)}
+
+
+@pytest.mark.parametrize(
+    "collective", [Collective.ALLREDUCE, Collective.ALLTOALL, Collective.SCAN, Collective.ALLGATHER]
+)
+def test_without_a_common_rail_the_time_is_unknown(collective: Collective) -> None:
+    apart = health(2, 2, r0n0=0, r1n1=0)
+    planner = Planner(Fabric(range(2), 2, (), RATES), Config())
+    found = planner.options(call(collective), 64 * MIB, apart)
+    assert not any(each.has_way or each.predicted_ns or each.load for each in found)
+    why = planner.explain(64 * MIB, apart).why
+    assert why.startswith("although some ranks that exchange data have no common home rail")
+    assert "cannot run" not in why
+
+
 def test_what_is_compared_can_be_read() -> None:
     fabric = Fabric(range(4), 4, (), RATES)
     said = Planner(fabric, Config()).explain(64 * MIB, health(r1n0=0))

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from support.healths import health
 
 from r2ccl.config import Config
+from r2ccl.failover.health.table import Health
 from r2ccl.planning.cost_model import UNMEASURED, Fabric, Rates
 from r2ccl.planning.plan_cache import PlanCache
 from r2ccl.planning.two_level import (
@@ -140,6 +141,11 @@ def test_nodes_without_a_common_rail_share_ports() -> None:
     division = plans.division(CALL, apart)
     assert division is not None
     assert not division.is_at_home
+
+
+def test_without_a_common_rail_calls_run_in_one_level() -> None:
+    apart = Health(1, 4, bytes([0, 0, 16, 16] * 2 + [16, 16, 0, 0] * 2), "")
+    assert of_nodes(2, 2).division(CALL, apart) is None
 
 
 @pytest.mark.parametrize("collective", sorted(COLLECTIVES))
