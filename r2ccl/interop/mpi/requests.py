@@ -488,8 +488,8 @@ def _completed(
     Raises
     ------
     MpiError
-        ``ERR_IN_STATUS``, if a request has failed. All others are completed; or, if
-        `is_stopped_by_error`, those before it.
+        ``ERR_IN_STATUS``, if a request has failed. All requests are completed or, if
+        `is_stopped_by_error`, only the first that failed and those before it.
     """
     results: list[Any] = []
     first: MPI.Exception | None = None

@@ -112,7 +112,7 @@ class ExchangeActor:
         self._is_closed = False
 
     async def close(self) -> None:
-        """Register no more ranks, because Ray may take a moment to end this actor."""
+        """Make `join` register no more ranks, because Ray may take a moment to end this actor."""
         self._is_closed = True
 
     async def join(self, rank: int, call: str) -> int | None:
