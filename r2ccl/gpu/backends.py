@@ -359,8 +359,8 @@ class BackendSelector:
     ) -> PxnRoutes | None:
         """Return this rank's PXN routes; None if it has none or cannot use them.
 
-        It cannot use them without a `PxnTransport` or without a health agreement.
-        A route is opened when a rail in `homes` has lost bandwidth at a rank in `group`.
+        A rank needs a `PxnTransport` and a health agreement to use its routes. They are opened when
+        a rail in `homes` has lost bandwidth at a rank in `group`.
         """
         rails, known_health = self._engine.homes, self._engine.known_health
         is_possible = affinity is not None and affinity.pxn_routes and self._pxn is not None

@@ -270,10 +270,10 @@ class DeviceCollectives:
         Raises
         ------
         TransportTimeout
-            If the work of a backend on the device has not ended after such a wait; the memory of
-            this backend and of the following ones is not freed, and the device is not closed. Or if
-            other work on the device does not end within the device's own time limit; then all
-            backends are closed, but the device is not.
+            If the work of a backend on the device has not ended after such a wait. The memory of
+            this backend and of the following ones is then not freed, and the device is not closed.
+            Also if other work on the device does not end within the device's own time limit. All
+            backends are then closed, but the device is not.
         TransportError
             If a backend or the device could not free all its resources; the other backends were
             closed.

@@ -45,7 +45,7 @@ _PASSED = """
 """
 PASSED = frozenset(_PASSED.split())
 
-#: Advice in the errors of some refused methods. For all others it is to call the method of `mpi`.
+#: Advice in the errors of some refused methods. For all others, see `_refuse`.
 _INSTEAD = {
     "Revoke": "call comm.communicator.revoke()",
     "Is_revoked": "catch MPI.Exception: its error class is MPI.ERR_REVOKED",

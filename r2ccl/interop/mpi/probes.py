@@ -71,7 +71,7 @@ class MpiMessage:
     """Message that `Comm.Mprobe` and `Comm.Improbe` return, in place of ``MPI.Message``.
 
     Once `Recv`, `Irecv`, `recv` or `irecv` has begun, the object is false and equal to
-    ``MPI.MESSAGE_NULL``, as is one that the constructor makes.
+    ``MPI.MESSAGE_NULL``, like an object that the constructor makes.
     """
 
     def __init__(self) -> None:

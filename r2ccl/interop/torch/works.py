@@ -151,7 +151,7 @@ class CollectiveWork(_AnyWork):
         return self._call.result
 
     def get_future(self) -> Any:
-        """Return a future whose value is the list of tensors; it raises the error of the call."""
+        """Return a future; its value is the list of tensors, or it raises the error of the call."""
         return self._call.future()
 
     def _join(self, timeout_s: float) -> bool:
