@@ -95,8 +95,8 @@ class GpuBackend(Protocol):
     def begin(self, call: DeviceCall, stream: Stream) -> Any:
         """Begin a prepared call that follows all work enqueued on `stream` so far.
 
-        Return its `DeviceJob`, for `finish`. See `StagedBackend.begin` and `PeerBackend.begin` for
-        errors.
+        Return the `DeviceJob` of the call. The worker must pass each job to `finish`, in the order
+        of `begin`. See `StagedBackend.begin` and `PeerBackend.begin` for the errors.
         """
         ...
 
@@ -143,7 +143,9 @@ class GpuBackend(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the device, then free all resources; `timeout_s` limits each wait, in seconds.
+        """Wait for the device, then free all resources; the worker must be idle.
+
+        `timeout_s` limits each wait, in seconds.
 
         Raises
         ------
@@ -219,6 +221,8 @@ class BackendSelector:
         TransportError
             If streams of the GPU cannot wait for the host, if R2CC_IPC=1 is set and the GPUs cannot
             access each other's memory, or if the device failed or its memory is full.
+        R2cclError
+            If an allgather failed.
 
         Notes
         -----
@@ -355,8 +359,8 @@ class BackendSelector:
     ) -> PxnRoutes | None:
         """Return this rank's PXN routes; None if it has none or cannot use them.
 
-        It cannot use them without a `PxnTransport` or without a health agreement.
-        A route is opened when a rail in `homes` has lost bandwidth at a rank in `group`.
+        A rank needs a `PxnTransport` and a health agreement to use its routes. They are opened when
+        a rail in `homes` has lost bandwidth at a rank in `group`.
         """
         rails, known_health = self._engine.homes, self._engine.known_health
         is_possible = affinity is not None and affinity.pxn_routes and self._pxn is not None

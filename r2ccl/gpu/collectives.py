@@ -155,6 +155,9 @@ class DeviceCollectives:
     def start(self, request: Request, stream: Any, is_async: bool) -> Any:
         """Begin a collective, without waiting for its result.
 
+        The first call also opens the GPU and selects the backends; see `BackendSelector.select` for
+        the errors of the selection.
+
         Parameters
         ----------
         request : Request
@@ -174,13 +177,11 @@ class DeviceCollectives:
         ------
         InvalidArgument
             If the arrays are not on the GPU of earlier calls, if `stream` is not a stream, or if
-            `stream` or the stream of an array captures a CUDA graph. In the first call also as for
-            `BackendSelector.select`.
+            `stream` or the stream of an array captures a CUDA graph.
         TransportError
             If the device or a NIC failed, memory is full, a kernel cannot be compiled, or the GPU
             is too old for the kernels (status ``GPU_TOO_OLD``). In the first call also if the
-            driver is missing, or as for `BackendSelector.select`. The caller must end the
-            communicator.
+            driver is missing. The caller must end the communicator.
         TransportTimeout
             If the call needs kernels or memory that are not ready yet (`GpuBackend.prepare`), and
             earlier collectives do not finish in time; if 64 calls are in progress, and the oldest
@@ -270,10 +271,10 @@ class DeviceCollectives:
         Raises
         ------
         TransportTimeout
-            If the work of a backend on the device has not ended after such a wait; the memory of
-            this backend and of the following ones is not freed, and the device is not closed. Or if
-            other work on the device does not end within the device's own time limit; then all
-            backends are closed, but the device is not.
+            If the work of a backend on the device has not ended after such a wait. The memory of
+            this backend and of the following ones is then not freed, and the device is not closed.
+            Also if other work on the device does not end within the device's own time limit. All
+            backends are then closed, but the device is not.
         TransportError
             If a backend or the device could not free all its resources; the other backends were
             closed.

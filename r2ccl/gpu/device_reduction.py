@@ -35,9 +35,16 @@ class ReductionKernels(Protocol):
     """Loader and launcher of reduction kernels, such as `r2ccl.kernels.cuda.Launcher`."""
 
     def prepare(self, form: Form) -> object:
-        """Load the kernel of `form`; may wait for the device.
+        """Load the kernel of `form`, unless it is loaded; may wait for the device.
 
-        See `r2ccl.kernels.cuda.launch.Launcher.prepare` for the result and the errors.
+        The result is not used.
+
+        Raises
+        ------
+        InvalidArgument
+            If the GPU is too old for the kernel.
+        TransportError
+            If the kernel cannot be compiled, or the device failed.
         """
         ...
 
@@ -180,7 +187,12 @@ class ReductionStream:
     def commit(self) -> None:
         """Record one event after all work enqueued since the last `commit`, for `poll` to query.
 
-        If there is no such work, record nothing.
+        If no work was enqueued since then, record nothing.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
         """
         if self._committed < self._begun:
             event = self._events.pop() if self._events else self._device.make_event()

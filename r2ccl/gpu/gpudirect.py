@@ -135,7 +135,10 @@ class GpuDirectBackend(SignalledStream):
         )
 
     def prepare(self, call: DeviceCall) -> None:
-        """Open PXN routes, load kernels, and register and allocate memory for `call`.
+        """Open the PXN routes needed now; load the kernels and allocate the memory for `call`.
+
+        Also try to register the arrays of `call`, and free the areas that earlier calls replaced.
+        The worker must have finished all earlier calls.
 
         Raises
         ------

@@ -94,7 +94,7 @@ def connect_gpudirect(
 
 
 def _exchanged(why: str, allgather: AllgatherBytes) -> Iterator[str]:
-    """Return each rank's reason why its NICs cannot access GPU memory; empty if they can."""
+    """Yield for each rank why its NICs cannot access its GPU's memory; empty if they can."""
     return map(unpack_text, allgather(pack_text(why, _REASON_NBYTES)))
 
 

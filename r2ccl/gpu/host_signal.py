@@ -254,7 +254,7 @@ class SignalledStream:
     def _wait_for_earlier(self, event: Event) -> None:
         """Wait until `event` is done, which follows the caller's earlier work on the device.
 
-        Errors: as `_wait`.
+        Raises the errors of `_wait`.
         """
         self._wait(
             partial(self._device.synchronize, event),
@@ -263,7 +263,7 @@ class SignalledStream:
         )
 
     def _is_idle_in(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds for the stream; return whether it is idle."""
+        """Wait up to `timeout_s` seconds for the backend's stream; return whether it is idle."""
         last = self._recorded(self._stream)
         is_over = self._device.synchronize(last, timeout_s)
         self.recycle(last)
@@ -374,7 +374,7 @@ class HostMemoryBackend(SignalledStream, Generic[_Job]):
         """Wait until `event` is done, and recycle it.
 
         `event` is recorded after copies that follow the caller's earlier work on the device.
-        Errors: as `_wait`.
+        Raises the errors of `_wait`.
         """
         self._wait_for_earlier(event)
         self.recycle(event)

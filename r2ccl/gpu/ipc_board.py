@@ -26,8 +26,8 @@ Only the owner's stream waits for the words ``ready`` and ``done`` of a section.
 owner's CPU overwrites them, so that this stream continues; no other rank is affected.
 
 A message is stored before its number, so a rank that has read the number reads the complete
-message. A rank copies a message before it stores ``taken``, and ``kept`` before its stream writes a
-higher number to ``done``. Fences keep these orders on processors that would change them.
+message. A rank copies a message before it stores ``taken``. It stores ``kept`` before its stream
+writes a higher number to ``done``. Fences keep these orders on processors that would change them.
 
 The memory is a file that only the user who runs the ranks can access. Its name is removed after all
 ranks of the node have opened it. Invariant: a message is overwritten only after every rank has read
@@ -107,7 +107,8 @@ class IpcBoard:
     def may_post(self, number: int) -> bool:
         """Return whether message `number` can be posted now.
 
-        It overwrites the message of 64 calls ago, which every rank of the node must have read.
+        Posting it overwrites the message of 64 calls ago, which every rank of the node must have
+        read.
         """
         taken = self._words[:, _TAKEN // 4].tolist()
         self._fence()
@@ -223,7 +224,7 @@ class IpcBoard:
     def has_kept(self, peer: int, number: int) -> bool:
         """Return whether `peer` had finished round `number` when it failed.
 
-        `have_done` must have shown that it failed.
+        `peer` must have failed: `have_done` lists it for a number above that of every round.
         """
         self._fence()
         return _is_reached(int(self._words[peer, _KEPT // 4]), number)
@@ -370,8 +371,9 @@ def _is_reached(word: int, number: int) -> bool:
 def load_fence() -> Fence:
     """Return the fence of `IpcBoard` for this machine; compile it if the machine needs one.
 
-    x86-64 processors can only delay a store beyond a later load of another word, which no order of
-    the board forbids. There, the result does nothing.
+    x86-64 processors need none, because the only accesses that they reorder are a store and a later
+    load of another word, and the board does not depend on this order. For them, the result is a
+    function that does nothing.
 
     Raises
     ------
@@ -384,8 +386,8 @@ def load_fence() -> Fence:
         return callable_of(_FENCE)
     except (ImportError, OSError, TransportError) as exc:
         raise TransportError(
-            f"machine {MACHINE!r} needs compiled code to order accesses to shared memory, which "
-            f"cannot be used: {exc}"
+            f"machine type {MACHINE} needs compiled code to order accesses to shared memory, "
+            f"but compiled code cannot be used: {exc}"
         ) from exc
 
 

@@ -227,7 +227,8 @@ def _exchange(
 ) -> tuple[int, list[bytes]]:
     """Return the number of rails, and the encoded report of each rank.
 
-    A report above the size limit is returned as an empty report.
+    A report above the size limit is returned as ``b""``. Raise InvalidArgument on all ranks if they
+    have different numbers of rails, no rails, or too many.
     """
     heads = [_parse_head(received) for received in allgather(_HEAD.pack(len(report), nrails))]
     counts = [head[1] for head in heads if head is not None] or [nrails]

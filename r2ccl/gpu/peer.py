@@ -144,9 +144,16 @@ class PeerKernels(Protocol):
     """Loader and launcher of kernels that read the addresses of their operands from a table."""
 
     def prepare_from_table(self, call: CallSignature, ninputs: int, noutputs: int) -> None:
-        """Load the kernel that `launch_from_table` launches; may wait for the device.
+        """Load the kernel that `launch_from_table` launches with the same first three arguments.
 
-        See `r2ccl.kernels.cuda.launch.Launcher.prepare_from_table` for parameters and errors.
+        May wait for the device.
+
+        Raises
+        ------
+        InvalidArgument
+            If the GPU is too old for the kernel.
+        TransportError
+            If the kernel cannot be compiled, or the device failed.
         """
         ...
 

@@ -172,7 +172,7 @@ def _agree(
     offers = [_OFFER.unpack(each) for each in attempt.allgather(offer)]
     if not all(is_able for is_able, *_ in offers):
         first = [each[0] for each in offers].index(False)
-        return why or f"rank {first} cannot use CUDA IPC; see its log", None
+        return why or f"rank {first} cannot use CUDA IPC; see its error or INFO log", None
     tokens = [offers[rank][3] for rank in members]
     try:
         for peer, rank in enumerate(members):
@@ -188,7 +188,7 @@ def _agree(
         why = _verify_patterns(attempt, tokens[at])
         refusing = _refusing(attempt, why)
     if refusing:
-        return why or f"rank {refusing[0]} cannot use CUDA IPC; see its log", None
+        return why or f"rank {refusing[0]} cannot use CUDA IPC; see its error or INFO log", None
     return "", file
 
 

@@ -43,7 +43,7 @@ class PlanSelector:
         TransportTimeout
             If the ranks did not agree in time on the health to plan with.
         R2cclError
-            As for `Engine.enter`.
+            If this method had to wait for the ranks, and the communicator has ended.
         InvalidArgument, ScheduleError
             If `PlanCache` cannot make a plan of `call` or `own`.
         """

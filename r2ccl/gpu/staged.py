@@ -49,7 +49,8 @@ class StagedJob(DeviceJob):
     """A call that was begun.
 
     ``enter`` enters the collective of a window and returns its plan. If ``widest`` is larger than
-    the number of elements of the call, the call has as many windows as one of ``widest`` elements.
+    the number of elements of the call, the call has as many windows as a call of ``widest``
+    elements.
     """
 
     enter: EnterCall

@@ -148,7 +148,7 @@ class _Masked:
 
 
 def _masked(args: Sequence[Any]) -> list[Any]:
-    """Return the arguments; mask all but futures, which Dask replaces by their results."""
+    """Return the arguments, each in a `_Masked`, except futures: Dask replaces these by results."""
     return [
         each if isinstance(each, Future) else _Masked(each, f"argument: {type(each).__name__}")
         for each in args
@@ -265,7 +265,10 @@ class DaskRanks(RankExchange):
             ) from exc
 
     def forget(self) -> None:
-        """Remove the values from the scheduler; call this after the last exchange."""
+        """Remove the queues and variables of the exchanges from the scheduler.
+
+        Call this once, after the last exchange, even if an exchange failed.
+        """
         for queue, result in self._used:
             queue.close()
             if self._rank == 0:

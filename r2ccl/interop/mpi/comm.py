@@ -45,7 +45,7 @@ _PASSED = """
 """
 PASSED = frozenset(_PASSED.split())
 
-#: Advice in the errors of some refused methods. For all others it is to call the method of `mpi`.
+#: Advice in the errors of some refused methods. For all others, see `_refuse`.
 _INSTEAD = {
     "Revoke": "call comm.communicator.revoke()",
     "Is_revoked": "catch MPI.Exception: its error class is MPI.ERR_REVOKED",
@@ -101,9 +101,10 @@ class Connections:
                     self._kept.discard(request)
 
     def free_child(self, communicator: Communicator, unfinished: Unfinished) -> None:
-        """Close a communicator made from the first `Comm`, once it has no unfinished request.
+        """Close a communicator made from the first `Comm`, if it has no unfinished request.
 
-        One that has is closed by the first call of this method or of `free` after that.
+        If it has one, the next call of this method or of `free` after its requests have finished
+        closes it.
         """
         self._freed.append((communicator, unfinished))
         self._close_finished()
@@ -117,10 +118,10 @@ class Connections:
             communicator.close()
 
     def free(self, unfinished: Unfinished) -> None:
-        """Close the connections, unless some rank still uses them.
+        """Close the connections, unless a rank still uses them.
 
-        It does for another communicator, or for an unfinished request of the first `Comm`.
-        Connections left open are closed when the process ends.
+        A rank uses them while a communicator made from the first `Comm` is open, or a request of
+        the first `Comm` is unfinished. Connections left open are closed when the process ends.
 
         *Collective*: all ranks.
         """
@@ -172,9 +173,9 @@ class Comm(MPI.Intracomm):
     -----
     *Collective*: all ranks of `comm`. Communicators made from this one, by `Split`, `Dup` and the
     like, share its connections. `Free` of this communicator closes the connections if the
-    communicators made from it were freed before; otherwise the connections stay open until the
-    process ends. If the process ends with an exception, the calls of the other ranks end with an
-    error.
+    communicators made from it were freed before, and no request is unfinished; otherwise the
+    connections stay open until the process ends. If the process ends with an exception, the calls
+    of the other ranks end with an error.
     """
 
     def __new__(cls, comm: Any, **options: Any) -> Comm:  # noqa: D102  # see the class
@@ -379,9 +380,8 @@ class Comm(MPI.Intracomm):
     def Free(self) -> None:
         """Wait for the buffered messages, then free the communicator in r2ccl and in MPI.
 
-        As in MPI, requests that are active then can still be completed: the communicator stays open
-        in r2ccl for them. So does a `Comm` that the constructor made, while communicators made from
-        it exist.
+        As in MPI, requests that are active at that time can still be completed, because r2ccl keeps
+        the communicator open for them. See `Comm` for the connections.
 
         *Collective*: all ranks. For ``MPI.COMM_WORLD`` and ``MPI.COMM_SELF`` it raises the error of
         MPI, and the communicator stays usable.

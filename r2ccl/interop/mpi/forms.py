@@ -37,7 +37,10 @@ def sent(make: Make) -> tuple[Any, Any, Any]:
 
 
 def received(make: Make) -> tuple[Any, Any, Any]:
-    """Return the same methods as `sent`, of a receive; the blocking one also takes a `status`."""
+    """Return the blocking, the nonblocking and the persistent method of a receive.
+
+    The blocking method also takes a `status`.
+    """
     return blocking_with_status(make), nonblocking(make), persistent(make)
 
 

@@ -64,7 +64,8 @@ class Delivery:
         MpiError
             ``ERR_TRUNCATE``, if a message does not fit the memory of its receive.
         R2cclError
-            As `MessageRequest.wait`.
+            If the communicator has ended, or the wait reached `timeout_s` or, by default,
+            R2CC_TIMEOUT_S.
         """
         try:
             if self.received is not None:

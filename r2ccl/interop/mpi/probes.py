@@ -71,7 +71,7 @@ class MpiMessage:
     """Message that `Comm.Mprobe` and `Comm.Improbe` return, in place of ``MPI.Message``.
 
     Once `Recv`, `Irecv`, `recv` or `irecv` has begun, the object is false and equal to
-    ``MPI.MESSAGE_NULL``, as is one that the constructor makes.
+    ``MPI.MESSAGE_NULL``, like an object that the constructor makes.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,8 @@ class MpiMessage:
     def of(cls, comm: Any, found: Message) -> Self:
         """Take a message of the `Comm` `comm`, so that no other receive can take it.
 
-        `found` is the first message with its source and tag that no receive has taken yet.
+        `found` is the first message with its source and tag that no receive has taken yet. The
+        caller holds ``comm.taking`` since it probed for `found`.
         """
         made = cls()
         made._comm, made._data = comm, np.empty(found.count, np.uint8)

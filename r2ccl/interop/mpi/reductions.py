@@ -130,7 +130,8 @@ def _call(
 ) -> Call:
     """Return the call ``prepare(*operands)(async_op=...)``, which gets aligned operands.
 
-    `finish` is that of the call. The operands that the call writes to are those that are writable.
+    The call writes to those operands that are writable. After each run, ``finish()`` is called; see
+    `Call`.
     """
     aligned = [each if each.flags.aligned else np.empty_like(each) for each in operands]
     run = prepare(*aligned)

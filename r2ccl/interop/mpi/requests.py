@@ -71,9 +71,9 @@ class Unfinished:
 class MpiRequest:
     """Handle of a nonblocking collective or message, in place of ``MPI.Request``.
 
-    Once the request is completed or freed, it is false and equal to ``MPI.REQUEST_NULL``, as is one
-    that the constructor makes. If the call failed, the method that completes the request raises
-    `MpiError`.
+    Once the request is completed or freed, it is false and equal to ``MPI.REQUEST_NULL``, like a
+    request that the constructor makes. If the call failed, the method that completes the request
+    raises `MpiError`.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class MpiRequest:
 
     @classmethod
     def of(cls, comm: Any, call: Call | MessageCall) -> Self:
-        """Return the request of `call`, a call of the `Comm` `comm`, which this method starts."""
+        """Start `call`, a call of the `Comm` `comm`, and return its request."""
         made = cls()
         made._comm, made._call, made._work = comm, call, call.start(True)
         comm.unfinished.add(made)
@@ -123,7 +123,7 @@ class MpiRequest:
         return True
 
     def Test(self, status: Any = None) -> bool:
-        """Return at once whether the call has finished; if True, its result is complete."""
+        """Return at once whether the call has finished; if so, complete the request."""
         outcome = self._tested()
         if outcome is None:
             return False
@@ -137,7 +137,7 @@ class MpiRequest:
         return outcome.obj
 
     def test(self, status: Any = None) -> tuple[bool, Any]:
-        """Return at once whether the call has finished, and the object received, or None."""
+        """Test like `Test`; return the flag, and the Python object received or None."""
         outcome = self._tested()
         if outcome is None:
             return False, None
@@ -306,7 +306,7 @@ class MpiRequest:
     def testall(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[bool, list[Any] | None]:
-        """Return True and the objects if all requests have finished, else False and None."""
+        """Test like `Testall`; return the flag and, if True, the objects received, else None."""
         if not all(map(_has_finished, _checked(requests))):
             return False, None
         return True, _completed(requests, statuses, _wait_for_object)
@@ -382,7 +382,7 @@ class MpiPrequest(MpiRequest):
 
     @classmethod
     def of(cls, comm: Any, call: Call | MessageCall) -> Self:
-        """Return the request of `call`, a call of the `Comm` `comm`, which `Start` starts."""
+        """Return the request of `call`, a call of the `Comm` `comm`; `Start` starts the call."""
         made = cls()
         made._comm, made._call = comm, call
         return made
@@ -488,8 +488,8 @@ def _completed(
     Raises
     ------
     MpiError
-        ``ERR_IN_STATUS``, if a request has failed. All others are completed; or, if
-        `is_stopped_by_error`, those before it.
+        ``ERR_IN_STATUS``, if a request has failed. All requests are completed or, if
+        `is_stopped_by_error`, only the first that failed and those before it.
     """
     results: list[Any] = []
     first: MPI.Exception | None = None

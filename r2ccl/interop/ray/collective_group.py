@@ -33,8 +33,8 @@ _OPS = {
 class R2cclGroup(BaseGroup):  # type: ignore[misc]
     """Group of ``ray.util.collective`` whose calls run on a `Communicator`.
 
-    ``init_collective_group`` and ``create_collective_group`` make one if their backend is
-    ``"r2ccl"``; ``get_group_handle`` returns it.
+    ``init_collective_group`` and ``create_collective_group`` make such a group if their backend is
+    ``"r2ccl"``; ``get_group_handle`` returns the group.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ class R2cclGroup(BaseGroup):  # type: ignore[misc]
 
 
 def _operation(options: Any) -> ReduceOp:
-    """Return the operation of r2ccl for that in the options of a call."""
+    """Return the `ReduceOp` for the operation that the options of a call contain."""
     name = options.reduceOp.name
     if name not in _OPS:
         raise InvalidArgument(f"op={name} of Ray: allowed are {', '.join(_OPS)}")

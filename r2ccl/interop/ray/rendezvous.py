@@ -112,7 +112,7 @@ class ExchangeActor:
         self._is_closed = False
 
     async def close(self) -> None:
-        """Register no more ranks, because Ray may take a moment to end this actor."""
+        """Make `join` register no more ranks, because Ray may take a moment to end this actor."""
         self._is_closed = True
 
     async def join(self, rank: int, call: str) -> int | None:
@@ -200,7 +200,7 @@ class RayRanks(RankExchange):
 
 @contextmanager
 def _meet(group_name: str, nranks: int, rank: int, timeout_s: float) -> Iterator[RayRanks]:
-    """Yield the `RayRanks` of a group; rank 0 creates its actor, and ends it after the block."""
+    """Yield the `RayRanks` of a group; rank 0 makes the `ExchangeActor`, and ends it afterwards."""
     deadline_s = monotonic() + timeout_s
     if rank == 0:
         meeting = _create(group_name, nranks, deadline_s)

@@ -89,7 +89,10 @@ class QueuedCall:
         self._fn = None
 
     def order(self) -> None:
-        """Make the caller's current stream wait for the call, which must have succeeded."""
+        """Make this thread's current stream wait for the call, which must have succeeded.
+
+        For a call without a stream, do nothing.
+        """
         if self._done is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 

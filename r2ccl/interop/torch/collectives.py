@@ -45,7 +45,7 @@ _OPERATIONS = {
     _KINDS.BOR: ReduceOp.BOR,
     _KINDS.BXOR: ReduceOp.BXOR,
 }  # all but PREMUL_SUM
-#: Most dimensions of a tensor in torch.
+#: Largest number of dimensions of a tensor in torch.
 _MOST_DIMENSIONS = 64
 #: A sum of bools is true if any of them is, as with NCCL; a product, if all of them are.
 _ON_BOOL = {_KINDS.SUM: ReduceOp.LOR, _KINDS.PRODUCT: ReduceOp.LAND}
@@ -172,7 +172,7 @@ def allgather_coalesced(
 
 
 def reduce_scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
-    """Reduce the list `inputs` over all ranks; `outputs` of rank r receives tensor r."""
+    """Reduce the list `inputs` over all ranks; `outputs` of rank r receives reduced tensor r."""
     output, parts = one(outputs), _list(inputs)
     _require_parts("input", parts, comm.nranks)
     _require_alike("input", parts[comm.rank], output)
@@ -199,7 +199,7 @@ def reduce_scatter_single_coalesced(
 
 
 def gather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
-    """Gather the tensor of rank r into ``outputs[r]`` of the root."""
+    """Gather the tensor of rank r into ``outputs[r]`` of the root; all have the same shape."""
     tensor, parts = one(inputs), _list(outputs)
     source = in_order(tensor)
     if comm.rank != opts.rootRank:
@@ -215,7 +215,7 @@ def gather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
 
 
 def scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
-    """Send ``inputs[r]`` of the root to the output tensor of rank r."""
+    """Send ``inputs[r]`` of the root to the output tensor of rank r; all have the same shape."""
     output, parts = one(outputs), _list(inputs)
     copy, source = _ordered_output(output), None
     if comm.rank == opts.rootRank:

@@ -57,8 +57,8 @@ def _method(function: Callable[..., None], options: Any, nargs: int, *fields: st
     nargs : int
         Number of arguments before the options.
     *fields : str
-        Names of the arguments that a call without options takes in their place, in order, except
-        for the last one, ``timeout``.
+        Names of the arguments, in order, that a call can have instead of options. ``timeout`` is
+        added as the last of them.
     """
 
     def method(self: GroupMethods, *args: Any, **named: Any) -> CollectiveWork:
@@ -82,7 +82,7 @@ def _run(fn: Callable[[], None]) -> None:
 def _run_within(
     timeout_s: float, on_timeout: Callable[[str], None], fn: Callable[[], None]
 ) -> None:
-    """Call `_run`; call ``on_timeout(reason)`` if `fn` has not ended after `timeout_s` seconds.
+    """Call ``_run(fn)``; if `fn` has not ended after `timeout_s`, call ``on_timeout(reason)``.
 
     The timer's thread has ended when this function returns.
     """
@@ -192,8 +192,9 @@ class GroupState:
     def shutdown(self) -> None:
         """Wait for all calls, then leave the group; log errors as warnings.
 
-        Does nothing if this rank has left the group before, and in a forked child, which has none
-        of the threads that run the calls.
+        Calls that do not end within the timeout of the group are aborted. Do nothing if this rank
+        has left the group before, or in a forked child, which has none of the threads that run the
+        calls.
         """
         if self.is_over or self._is_forked:
             return
@@ -227,7 +228,10 @@ class GroupState:
         self.on_end()
 
     def _leave(self) -> None:
-        """Leave the group when the process ends without ``destroy_process_group``."""
+        """Leave the group when the process ends without ``destroy_process_group``.
+
+        If the program ended with an exception, abort the communicator instead.
+        """
         if getattr(sys, "last_value", None) is not None:
             self.communicator.abort(f"the program ended with {sys.last_value!r}")
             return
@@ -380,8 +384,8 @@ class GroupMethods:
     def _hear(self, requests: dict[int, Any], give_up_s: float, *, is_patient: bool) -> None:
         """Wait for the messages of `monitored_barrier`; `requests` has one for each peer.
 
-        Raise DistBackendError if a message has not finished at `give_up_s`: it names all such peers
-        if `is_patient`, else the first.
+        Raise DistBackendError if a message has not finished at `give_up_s`. The error names all
+        peers with such a message if `is_patient`, else the first one.
         """
         missing: dict[int, TransportTimeout] = {}
         try:

@@ -114,7 +114,10 @@ class TorchConnections:
         self._whole: Communicator | None = None
 
     def connect(self, opts: Any) -> Communicator:
-        """Return a communicator for a new group, which has the timeout of the group's calls.
+        """Return a new communicator for the ranks of a new group.
+
+        Its calls have the time limit R2CC_TIMEOUT_S or, if that is not set, ``opts.timeout``; see
+        `timeout_s_of` for a communicator that shares connections.
 
         Parameters
         ----------
@@ -156,10 +159,11 @@ class TorchConnections:
 
 
 def timeout_s_of(given: timedelta) -> float | None:
-    """Return the time limit in seconds of the calls of a group that was made with `given`.
+    """Return the time limit in seconds for the calls of a group made with the timeout `given`.
 
-    None, the limit of the communicator that the group's is made from, if R2CC_TIMEOUT_S is set, or
-    if `given` is torch's default, which torch passes if the program gives none.
+    Return None if R2CC_TIMEOUT_S is set, or if `given` is torch's default, which torch passes if
+    the program gives no timeout. The group then has the time limit of the communicator from which
+    its own is made.
     """
     if _TIMEOUT in os.environ or given == default_pg_timeout:
         return None

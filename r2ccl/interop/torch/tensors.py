@@ -125,7 +125,7 @@ def apart(source: Tensor, target: Tensor, first: int) -> Tensor:
 
 
 def copy_back(tensor: Tensor, copy: Tensor) -> None:
-    """Copy `copy`, which `in_order` returned for `tensor`, to `tensor`, unless it is `tensor`."""
+    """Copy the result of a call from `copy` to `tensor`; do nothing if they are one object."""
     if copy is not tensor:
         tensor.detach().copy_(copy)
 

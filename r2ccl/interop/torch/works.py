@@ -126,10 +126,11 @@ class CollectiveWork(_AnyWork):
         self._on_timeout = on_timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the call has finished; return True, or raise as `_AnyWork.wait`.
+        """Block until the call has finished; return True.
 
         A call on GPU tensors has finished for the host once its work is enqueued; the current
-        stream of this thread then waits for the result.
+        stream of this thread then waits for the result. The parameter and the errors are those of
+        `_AnyWork.wait`.
         """
         # The frequent case: torch also waits for blocking calls, which have ended already.
         if not (self._call.has_ended and self._call.error is None):
@@ -150,7 +151,7 @@ class CollectiveWork(_AnyWork):
         return self._call.result
 
     def get_future(self) -> Any:
-        """Return a future whose value is the list of tensors."""
+        """Return a future; its value is the list of tensors, or it raises the error of the call."""
         return self._call.future()
 
     def _join(self, timeout_s: float) -> bool:
