@@ -515,6 +515,35 @@ def test_an_ended_communicator_raises_an_mpi_exception() -> None:
         assert rank == 1 or "the test ends it" in said[0][1]
 
 
+LOST_REQUEST = """
+import json
+import numpy as np
+from mpi4py import MPI
+from r2ccl.interop.mpi import Comm
+
+comm = Comm(MPI.COMM_WORLD)
+comm.Barrier()
+MPI.COMM_WORLD.Barrier()
+if comm.rank == 1:
+    comm.communicator.abort("the test ends it")
+else:
+    request, said = comm.Iallreduce(MPI.IN_PLACE, np.zeros(1)), []
+    for look in (request.Get_status, lambda: type(request).Get_status_all([request]), request.Wait):
+        try:
+            while not look():
+                pass
+            said.append("no error")
+        except MPI.Exception as exc:
+            said.append(exc.Get_error_class() == MPI.ERR_REVOKED)
+    print(json.dumps(said))
+"""
+
+
+def test_get_status_raises_the_error_of_a_collective() -> None:
+    (said,) = written(2, LOST_REQUEST)
+    assert said == [True, True, True]
+
+
 FATAL = """
 import numpy as np
 from mpi4py import MPI

@@ -86,7 +86,11 @@ class Call(msgspec.Struct, frozen=True, eq=False):
         return EMPTY
 
     def look(self, work: Any) -> CallOutcome:
-        """Return the outcome of `work`, which must be done, without calling `finish`."""
+        """Return the outcome of `work`, which must be done, without calling `finish`.
+
+        Raise the error of the collective if it has failed.
+        """
+        work.wait(0)
         return EMPTY
 
     def cancel(self, work: Any) -> None:

@@ -64,17 +64,13 @@ class Connections:
     ----------
     communicator : Communicator
         Communicator of r2ccl with all ranks of the first `Comm`.
-
-    Attributes
-    ----------
-    nchildren : int
-        Number of communicators that were made from the first `Comm`, directly or through others,
-        and are not yet closed.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self.nchildren = 0
+        #: Number of communicators that were made from the first `Comm`, directly or through others,
+        #: and are not yet closed, those in `_freed` included.
+        self._nchildren = 0
         self._freed: list[tuple[Communicator, Unfinished]] = []
         self._kept: set[MessageRequest] = set()
         self._lock = threading.Lock()
@@ -100,22 +96,34 @@ class Connections:
                 with self._lock:
                     self._kept.discard(request)
 
+    def add_child(self) -> None:
+        """Count a communicator made from the first `Comm`; any thread may call this method."""
+        with self._lock:
+            self._nchildren += 1
+
     def free_child(self, communicator: Communicator, unfinished: Unfinished) -> None:
         """Close a communicator made from the first `Comm`, if it has no unfinished request.
 
         If it has one, the next call of this method or of `free` after its requests have finished
         closes it.
         """
-        self._freed.append((communicator, unfinished))
+        with self._lock:
+            self._freed.append((communicator, unfinished))
         self._close_finished()
 
     def _close_finished(self) -> None:
-        with self._lock:
-            finished = [each for each in self._freed if not each[1]]
-            self._freed = [each for each in self._freed if each not in finished]
-        self.nchildren -= len(finished)
-        for communicator, _ in finished:
+        while (communicator := self._next_finished()) is not None:
             communicator.close()
+
+    def _next_finished(self) -> Communicator | None:
+        """Take a freed communicator without unfinished requests; return None if there is none."""
+        with self._lock:
+            for at, (communicator, unfinished) in enumerate(self._freed):
+                if not unfinished:
+                    del self._freed[at]
+                    self._nchildren -= 1
+                    return communicator
+        return None
 
     def free(self, unfinished: Unfinished) -> None:
         """Close the connections, unless a rank still uses them.
@@ -126,7 +134,7 @@ class Connections:
         *Collective*: all ranks.
         """
         self._close_finished()
-        nusers = self.nchildren + bool(unfinished)
+        nusers = self._nchildren + bool(unfinished)
         if not self.communicator.allreduce(np.array([nusers]))[0]:
             atexit.unregister(self._leave)
             self.communicator.close()
@@ -426,7 +434,7 @@ class Comm(MPI.Intracomm):
     def _joined(self, made: Any, communicator: Communicator) -> Comm:
         child = Comm.__new__(Comm, made)
         child._use(made, communicator, self._connections)
-        self._connections.nchildren += 1
+        self._connections.add_child()
         return child
 
 
