@@ -161,7 +161,7 @@ class CudaDevice:
         return self._remote_writes.are_reordered
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the context current on this thread inside the ``with`` block.
+        """Make the GPU's primary context current on this thread inside the ``with`` block.
 
         Driver calls inside the block do not ask which context is current, so no other library may
         change it there.
