@@ -280,7 +280,7 @@ class Device(Protocol):
     ) -> None:
         """Enqueue a copy of `nrows` rows of `nbytes` bytes each.
 
-        A pitch is the distance in bytes between the starts of two rows.
+        A pitch is the distance in bytes between the starts of consecutive rows.
         """
         ...
 
@@ -296,7 +296,11 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for the streams and events that this object created, then free all its resources."""
+        """Wait for the streams and events that this object created, then free all its resources.
+
+        No other call may be in progress. If the work does not end in time, the call raises an error
+        and frees nothing; it may be repeated then. After a success, a further call does nothing.
+        """
         ...
 
 

@@ -27,8 +27,8 @@ class Cuda:
     Raises
     ------
     TransportError
-        If the bindings, the driver or a GPU are missing (status ``NO_CUDA``); the message says
-        which. If the driver cannot be initialised (status: the driver's).
+        If the bindings, the driver or a GPU are missing (status ``NO_CUDA``; the message says
+        which), or if the driver cannot be initialised (status: the driver's name of the error).
     """
 
     def __init__(self) -> None:

@@ -81,7 +81,8 @@ class CudaDevice:
     ------
     TransportError
         If the bindings, the driver or a GPU are missing (status ``NO_CUDA``), or if the driver
-        refuses (with its status, ``CUDA_ERROR_INVALID_DEVICE`` if no GPU has this ordinal).
+        refuses (status: the driver's name of the error, ``CUDA_ERROR_INVALID_DEVICE`` if no GPU has
+        this ordinal).
 
     Notes
     -----
@@ -161,7 +162,7 @@ class CudaDevice:
         return self._remote_writes.are_reordered
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the context current on this thread inside the ``with`` block.
+        """Make the GPU's primary context current on this thread inside the ``with`` block.
 
         Driver calls inside the block do not ask which context is current, so no other library may
         change it there.
@@ -201,8 +202,8 @@ class CudaDevice:
         InvalidArgument
             If the memory is not contiguous, or does not consist of whole pages.
         TransportError
-            If the driver refuses (with its status, ``CUDA_ERROR_OUT_OF_MEMORY`` if the limit of
-            locked memory is reached).
+            If the driver refuses (status: the driver's name of the error,
+            ``CUDA_ERROR_OUT_OF_MEMORY`` if the limit of locked memory is reached).
         """
         address, page = memory.ctypes.data, os.sysconf("SC_PAGE_SIZE")
         if address % page or memory.nbytes % page or not memory.flags.c_contiguous:
@@ -234,7 +235,7 @@ class CudaDevice:
         TransportError
             If the machine has no path between the two GPUs (status ``NO_PEER_ACCESS``), if this GPU
             may miss NIC writes to the memory of `peer` and the driver supports no flush
-            (``NO_FLUSH``), or if the driver refuses (with its status, for example
+            (``NO_FLUSH``), or if the driver refuses (the driver's name of the error, for example
             ``CUDA_ERROR_TOO_MANY_PEERS``).
         """
         if peer.uuid == self._uuid:
@@ -257,8 +258,8 @@ class CudaDevice:
         ------
         TransportError
             If the memory at `address` is of a kind that has no handle (status ``NO_IPC``); the
-            message names the kind. Also if the driver refuses (with its status), for example
-            because `address` is not in device memory.
+            message names the kind. Also if the driver refuses (status: the driver's name of the
+            error), for example because `address` is not in device memory.
         """
         with self.current():
             self._check_exportable(address)
@@ -299,7 +300,7 @@ class CudaDevice:
         InvalidArgument
             If `handle` does not have 64 bytes.
         TransportError
-            If the driver refuses, with its status.
+            If the driver refuses (status: the driver's name of the error).
         """
         if len(handle) != _IPC_HANDLE_NBYTES:
             raise InvalidArgument(
@@ -491,9 +492,10 @@ class CudaDevice:
         Raises
         ------
         TransportError
-            If the driver refuses (with its status, ``CUDA_ERROR_UNSUPPORTED_PTX_VERSION`` if the
-            driver is too old for the PTX, or ``CUDA_ERROR_NOT_FOUND`` if the PTX has no such
-            entry). If the driver's compiler rejects the PTX, the message contains its log.
+            If the driver refuses. The status is the driver's name of the error, for example
+            ``CUDA_ERROR_UNSUPPORTED_PTX_VERSION`` if the driver is too old for the PTX, or
+            ``CUDA_ERROR_NOT_FOUND`` if the PTX has no such entry. If the driver's compiler rejects
+            the PTX, the message contains the compiler's log.
         """
         log = bytearray(_LOG_NBYTES)
         options = self._cuda.api.CUjit_option

@@ -41,7 +41,7 @@ def ordinal_of(bus_id: str) -> int | None:
     ------
     TransportError
         If the bindings, the driver or a GPU are missing (status ``NO_CUDA``), or if the driver
-        cannot be initialised (status: the driver's).
+        cannot be initialised (status: the driver's name of the error).
 
     Notes
     -----

@@ -197,7 +197,7 @@ def _host_route(home: NumaNode, port: NicPort, path: TopologyPath) -> NicRoute:
 def _chosen(
     asked: Collection[str] | None, there: Sequence[str], find: Callable[[str], object]
 ) -> tuple[str, ...]:
-    """Return the names in `asked`, in the order of `there`; all names in `there` if it is None.
+    """Return the names in `asked`, in the order of `there`; if `asked` is None, all in `there`.
 
     `find` is called with each name in `asked`, and raises if the machine has no such part.
     """

@@ -230,7 +230,7 @@ class BindingsLinks:
         self._call("shutdown")
 
     def _end(self, device: int, link: int) -> tuple[str, LinkEnd] | None:
-        """Return the bus id and kind of a link's far end.
+        """Return the far end of a link: ``target`` and ``end`` of its `NvLink`.
 
         Return None if the link is down, does not exist, or does not support peer access.
         """
@@ -259,10 +259,10 @@ class BindingsLinks:
 
 
 def _named(remote: str, kind: int) -> tuple[str, LinkEnd]:
-    """Return the bus id and the kind of an NVLink's far end.
+    """Return the far end of an NVLink: ``target`` and ``end`` of its `NvLink`.
 
     `remote` is the bus id and `kind` the device type of the far end, as NVML reports them. If
-    `remote` is not a bus id, the far end is a switch.
+    `remote` is not a bus id, the far end is a switch, and the target is this text in lower case.
     """
     try:
         target = parse_bus_id(remote)

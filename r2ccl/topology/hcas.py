@@ -152,7 +152,7 @@ class GidFinder:
         InvalidArgument
             If the port no longer exists, or has no usable GID.
         OSError
-            As for `list_hcas`.
+            If an attribute of the port exists but cannot be read, or cannot be parsed (EIO).
         """
         device = self._root / self._name
         port = device / "ports" / str(self._port)
@@ -171,8 +171,9 @@ class GidFinder:
     def interface(self) -> int:
         """Return the kernel's number of the interface that owns the GID of the last call.
 
-        It may be a VLAN on the port's interface. 0 if the interface does not exist, or not in this
-        network namespace.
+        The interface may be a VLAN on the port's interface. If sysfs names no owner, the port's
+        interface is meant. Return 0 if there was no call, or if this network namespace has no such
+        interface.
         """
         owner = self._last.netdev if self._last is not None else ""
         return _index_of(self._root, owner or self._netdev)

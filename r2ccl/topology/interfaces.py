@@ -63,7 +63,8 @@ def discover(
         rails are on loopback or `rdma_names` is not empty.
     exclude_addresses : collection of str
         Addresses of the management interface. Interfaces with one of these addresses are left out
-        unless ``socket_ifname`` names them or no other interface qualifies.
+        unless ``socket_ifname`` names them or no other interface qualifies. If ``last_resort`` is
+        ``auto``, such an interface that is left out carries the last-resort rail.
     rdma_names : collection of str
         Names of the interfaces of the RDMA NICs in use. If not empty, all socket rails serve as
         last-resort rails beside RDMA. Unless ``socket_ifname`` names interfaces, these rails use

@@ -228,7 +228,7 @@ def bus_order(bus_id: str) -> tuple[int, ...]:
 
 
 def merge(machines: Sequence[Machine]) -> Machine:
-    """Merge the descriptions of one host that several of its processes have read into one.
+    """Merge descriptions of one host, as its processes have read them, into one machine.
 
     This is necessary because a process sees only the GPUs in ``CUDA_VISIBLE_DEVICES`` and the
     interfaces of its network namespace. The result does not depend on the order of `machines`. If

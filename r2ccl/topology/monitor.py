@@ -34,10 +34,11 @@ _FAMILY_NBYTES = {socket.AF_INET: 4, socket.AF_INET6: 16}
 class LinkEvent(msgspec.Struct, frozen=True, gc=False):
     """A change of a NIC: up or down, or one of its addresses added or removed.
 
-    ``index`` is the kernel's number of the interface, and ``name`` its name. ``address`` is the
-    address added or removed, and empty if the link itself changed. ``is_up`` is True if the link
-    can now carry data and, if an address changed, the address was added. ``time`` is the time on
-    the monitor's clock at which `LinkMonitor.read` read the change, in seconds.
+    ``index`` is the kernel's number of the interface. ``name`` is its name, empty if an address
+    changed after the interface was removed. ``address`` is the address added or removed, empty if
+    the link itself changed. ``is_up`` is True if the link can now carry data and, if an address
+    changed, the address was added. ``time`` is the time on the monitor's clock at which
+    `LinkMonitor.read` read the change, in seconds.
     """
 
     index: int

@@ -75,7 +75,10 @@ class NameFilter:
         )
 
     def excluding(self, name: str) -> str:
-        """Return a list that excludes `name`, and what this list excludes if it is an exclusion."""
+        """Return the text of an exclusion that lists `name`.
+
+        If this list is an exclusion, the result lists the names of this list too.
+        """
         return f"{self._text},={name}" if self.is_exclusion else f"^={name}"
 
     def _parse(self, item: str, is_exact: bool) -> _Rule:

@@ -59,8 +59,8 @@ class Neighbours:
     Parameters
     ----------
     find_index : callable
-        ``find_index()`` returns the kernel's number of the interface, as for example
-        `r2ccl.topology.hcas.GidFinder.interface`; 0 if it was removed.
+        ``find_index()`` returns the kernel's number of the interface, 0 if the interface was
+        removed; for example `r2ccl.topology.hcas.GidFinder.interface`.
 
     Raises
     ------

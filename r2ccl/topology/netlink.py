@@ -169,14 +169,14 @@ class RouteSocket:
                 return
 
     def ask(self, kind: int, body: bytes) -> NetlinkMessage:
-        """Request one entry of a kernel table; return it. `body` describes the entry.
+        """Request and return one entry of a kernel table; `body` describes the entry.
 
         Raises
         ------
         OSError
-            If the kernel refused the request, with the kernel's errno, which for an entry that does
-            not exist depends on the table: ENOENT for a neighbour, ENETUNREACH for most routes.
-            Also if the kernel did not answer in time.
+            If the kernel refused the request (with the kernel's errno), or did not answer in time.
+            If the entry does not exist, the errno depends on the table: ENOENT for a neighbour,
+            ENETUNREACH for most routes.
         """
         self._send(kind, 0, body)
         return next(self._answers())

@@ -134,8 +134,8 @@ class Joined(msgspec.Struct, gc=False):
     """Event: the connection test that `Endpoint.join` began with ``is_caller`` has ended.
 
     ``endpoint`` is this rank's end. ``error`` tells why the test failed; empty if it succeeded. An
-    end of a path also reports `Joined` if a work request on it fails before the path is opened;
-    ``error`` then tells why.
+    end of a path also reports `Joined` if it fails before the path is opened; ``error`` then tells
+    why.
     """
 
     key: PathKey | ProbeKey
@@ -436,7 +436,11 @@ class Transport(Protocol):
         ...
 
     def has_unsent(self) -> bool:
-        """Return True if data waits for a later `poll`: a socket buffer or a ring is full."""
+        """Return True if eager slices or confirmations wait for a later `poll`.
+
+        They wait while a socket buffer, a send queue or a ring is full. Cleared slices need not
+        count: while they wait, their calls and requests are not over.
+        """
         ...
 
     def is_stuck(self, path: PathKey) -> bool:

@@ -97,7 +97,7 @@ class MixedTransport:
         return self._parts[-1].register(memory)
 
     def register_device(self, address: int, nbytes: int) -> Registered:
-        """Register device memory with every part that has rails.
+        """Register device memory with every part that has rails, or with none if one fails.
 
         Raises
         ------

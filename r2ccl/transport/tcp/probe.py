@@ -112,7 +112,10 @@ class TcpProber:
         if key in self._probes:
             return
         if key.via not in self._sources or PathKey(key.peer, key.rail) not in self._targets:
-            why = f"rank {self._rank} has no such rail to rank {key.peer}"
+            why = (
+                f"rail {key.via} of rank {self._rank} or rail {key.rail} of rank {key.peer} does "
+                "not exist"
+            )
             self._done.append(Probed(key, None, why))
             return
         self._probes[key] = probe = _Probe(key)
@@ -127,7 +130,7 @@ class TcpProber:
             self._judge(probe, code)
 
     def advance(self) -> list[Probed]:
-        """Make the connects that are due and end probes that timed out; return the finished probes.
+        """Make the connects that are due and end probes that timed out; return the new outcomes.
 
         Call it after `on_ready`, so that answers that already arrived count. However late this
         method is called, the last connect has a third of the timeout for its answer. So a process
@@ -209,9 +212,10 @@ class TcpProber:
         )  # fmt: skip
 
     def _judge(self, probe: _Probe, code: int) -> None:
-        """Handle the outcome of a connect; end the probe if it is an answer or no connect is left.
+        """Handle the outcome of a connect: its errno `code`, 0 if it succeeded.
 
-        `code` is the errno of the connect; 0 if it succeeded.
+        Success and refusal are answers and end the probe. Any other outcome ends the probe if no
+        other connect is pending or still to be made.
         """
         if code in (0, errno.ECONNREFUSED):
             self._answered.add(probe.key)

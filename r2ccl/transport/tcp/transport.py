@@ -270,7 +270,7 @@ class TcpTransport(PreconnectedTransport):
         return conns
 
     def take_back(self, conn: Connection, error: int | None = None) -> None:
-        """End the loan of `conn`; its fields must show the frames that are not finished.
+        """End the loan of `conn`, whose fields must describe its partly read and written frames.
 
         `error` is the errno of the borrower's failed system call, or 0 if the peer closed the
         connection; in both cases the path fails. None: there was no error.

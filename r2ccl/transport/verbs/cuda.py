@@ -22,7 +22,8 @@ class CudaDriver(Protocol):
     def current(self, address: int) -> AbstractContextManager[None]:
         """Return a context manager that makes a CUDA context current on the calling thread.
 
-        It is the context of the allocation at `address`.
+        The context is that of the allocation at `address`, or the primary context of its GPU if the
+        allocation belongs to no context.
         """
         ...
 
@@ -79,10 +80,7 @@ class BindingsDriver:
 
     @contextmanager
     def current(self, address: int) -> Iterator[None]:
-        """Implement `CudaDriver.current`.
-
-        Use the primary context of the device if the allocation has none.
-        """
+        """Implement `CudaDriver.current`."""
         context = self._pointer("CONTEXT", address)
         device = None
         if not int(context):

@@ -1,7 +1,7 @@
 """One open port of an RDMA NIC: context, protection domain, completion queue, async events.
 
 pyverbs holds the GIL in every call, so no call may wait for an event or for a peer: events are read
-only from descriptors that are readable, and on Ethernet queue pairs are connected only to peers
+only from descriptors that are readable, and on Ethernet, queue pairs are connected only to peers
 whose link-layer address the kernel already knows. Compiled code (`r2ccl.transport.verbs.fastpath`)
 takes the place of pyverbs in polling the completion queue and posting most requests, if the
 parameter `fastpath` allows it, Numba is installed, and libibverbs' structs are found and verified.
@@ -364,7 +364,7 @@ class RdmaDevice:
         Raises
         ------
         TransportError
-            As for `query`.
+            If the device cannot be queried.
         """
         return bool(self.query().state == e.IBV_PORT_ACTIVE)
 

@@ -28,8 +28,8 @@ _CREDIT_PART = 4
 class EndpointState(enum.Enum):
     """State of an end of a path.
 
-    JOINING until the transport opens it, then LIVE; FAILED after an error, opened or not, until it
-    is fenced or closed; DRAINING from its fence on.
+    An end is JOINING until the transport opens it, and then LIVE. After an error it is FAILED, even
+    if it was never opened. From its fence on it is DRAINING.
     """
 
     JOINING = "joining"

@@ -100,7 +100,9 @@ class ProbeEnd:
 
     @property
     def info(self) -> bytes:
-        """Encoded endpoint info, for the peer's `join`. The first access makes the queue pair.
+        """Encoded endpoint info, for the peer's `join`.
+
+        If the end has no queue pair yet, the access makes it.
 
         Raises
         ------
@@ -114,12 +116,13 @@ class ProbeEnd:
         )
 
     def join(self, info: bytes, is_caller: bool) -> None:
-        """Connect to the end that `info` describes; the caller also sends the first probe.
+        """Connect to the end that `info` describes; if `is_caller`, also send the first probe.
 
         Raises
         ------
         TransportError
-            As for `Endpoint.join`.
+            If `info` cannot be decoded, the peer's link-layer address is not known, or the device
+            refuses.
         """
         remote = self._device.read_endpoint_info(info, _info_decoder)
         qp = self._made()
@@ -262,9 +265,9 @@ class VerbsProber:
     def on_completion(
         self, nic: int, qp_num: int, number: int, status: int, vendor_err: int
     ) -> None:
-        """Handle the completion of a probe's write; ignore it if its queue pair was discarded.
+        """Handle the completion of a write that an end posted; ignore it if the end was discarded.
 
-        The first write of an end tests the connection, and is reported as `Joined`.
+        The first write of an end tests the connection, and its completion is reported as `Joined`.
 
         Parameters
         ----------
@@ -343,7 +346,7 @@ class VerbsProber:
         return Probed(key, False if age_s < _SILENCE_S else None, said)
 
     def _finish(self, key: ProbeKey, is_answered: bool, detail: str) -> None:
-        """Report the outcome of a probe; discard its end if it failed.
+        """Report the outcome of a probe; if the probe failed, discard the end that sent it.
 
         The queue pair of a failed probe is in state ERR or will soon be, so it cannot be used.
         """

@@ -176,7 +176,8 @@ def refusal(nic: str, nbytes: int, exc: Exception) -> TransportError | None:
     nbytes : int
         Size of the memory, in bytes.
     exc : Exception
-        Its error number is ``errno`` (OSError) or ``error_code`` (pyverbs).
+        Exception of the NIC, with an error number as ``errno`` (OSError) or ``error_code``
+        (pyverbs).
 
     Returns
     -------

@@ -127,9 +127,10 @@ class VerbsTransport:
         self._aside: list[list[list[Completion]]] = [[] for _ in devices]
         self._draining: list[VerbsEndpoint] = []
         self._dirty: list[VerbsEndpoint] = []
-        #: Ends with messages whose memory the events of the last poll borrowed; and ends opened
-        #: since, for whose held events, which the next poll reports, the same holds.
+        #: Ends with messages whose memory the events of the last poll borrow.
         self._lending: list[VerbsEndpoint] = []
+        #: Ends opened since the last poll with messages whose memory their held events borrow. The
+        #: next poll reports these events.
         self._opened: list[VerbsEndpoint] = []
         #: Ends with messages that wait for room in the send queue or in the peer's ring.
         self._waiting: set[VerbsEndpoint] = set()
@@ -161,7 +162,7 @@ class VerbsTransport:
         Raises
         ------
         TransportError
-            If the port is down or has no GID, or if the NIC refuses, or no longer reports
+            If the port is down or has no GID, or if the NIC refuses or no longer reports
             completions.
         """
         rail = key.via if isinstance(key, ProbeKey) else key.rail

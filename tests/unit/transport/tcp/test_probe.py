@@ -210,7 +210,8 @@ def test_between_rails_the_nic_is_chosen_not_only_the_address(
 def test_a_rail_that_does_not_exist_is_no_verdict(bench: Bench) -> None:
     key = ProbeKey(1, 7, 0)
     bench.prober.probe(key)
-    assert bench.prober.advance() == [Probed(key, None, "rank 0 has no such rail to rank 1")]
+    why = "rail 0 of rank 0 or rail 7 of rank 1 does not exist"
+    assert bench.prober.advance() == [Probed(key, None, why)]
 
 
 def test_one_probe_at_a_time_of_a_key_and_any_number_of_keys(bench: Bench) -> None:
