@@ -219,7 +219,7 @@ def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
     return chosen
 
 
-def choose_gid(hca: Hca, index: int = -1, address: str = "") -> Gid:
+def choose_gid(hca: Hca, index: int = -1) -> Gid:
     """Choose the GID that a queue pair on `hca` sends from.
 
     On Ethernet, the GID is a RoCE v2 entry. IPv4 addresses are preferred to global IPv6 addresses,
@@ -233,22 +233,16 @@ def choose_gid(hca: Hca, index: int = -1, address: str = "") -> Gid:
         The port.
     index : int
         Index of the entry to use, of any kind (``R2CC_GID_INDEX``); -1: choose by the rules above.
-    address : str
-        If not empty, accept only an entry with this IPv4 or IPv6 address. This finds the GID again
-        after the kernel has rebuilt the table, which may move entries.
 
     Raises
     ------
     InvalidArgument
-        If no entry fits (the message then lists all entries), or if `address` is not an IP address.
+        If no entry fits; the message lists all entries.
     """
     is_chosen = index >= 0
     candidates = [x for x in hca.gids if x.index == index] if is_chosen else _preferred(hca)
-    if address:
-        wanted = _packed(address)
-        candidates = [gid for gid in candidates if _packed(gid.address) == wanted]
     if not candidates:
-        raise _no_gid(hca, index, address)
+        raise _no_gid(hca, index)
     return candidates[0]
 
 
@@ -344,14 +338,6 @@ def _preferred(hca: Hca) -> list[Gid]:
     return sorted((gid for gid in hca.gids if gid.kind == ROCE_V2), key=rank)
 
 
-def _packed(address: str) -> bytes:
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError as exc:
-        raise InvalidArgument(f"address {address!r} is not an IPv4 or IPv6 address") from exc
-    return parsed.packed if parsed.version == 6 else bytes(10) + b"\xff\xff" + parsed.packed
-
-
 def _read(path: Path | str) -> str:
     """Return the text of an attribute; empty if it has no value."""
     try:
@@ -380,7 +366,7 @@ def _children(path: Path) -> list[Path]:
     return [path / name for name in _names(path)]
 
 
-def _no_gid(hca: Hca, index: int, address: str) -> InvalidArgument:
+def _no_gid(hca: Hca, index: int) -> InvalidArgument:
     if index >= 0:
         asked, remedy = f"GID at index {index} (R2CC_GID_INDEX)", "give another index"
     elif hca.link_layer == "InfiniBand":
@@ -392,8 +378,8 @@ def _no_gid(hca: Hca, index: int, address: str) -> InvalidArgument:
         for gid in hca.gids
     )
     return InvalidArgument(
-        f"RDMA port {hca.label} has no {asked}{f' with address {address}' if address else ''}; "
-        f"its GIDs: {there or 'none'}; {remedy}, or leave the port out with R2CC_HCA"
+        f"RDMA port {hca.label} has no {asked}; its GIDs: {there or 'none'}; {remedy}, or leave "
+        "the port out with R2CC_HCA"
     )
 
 

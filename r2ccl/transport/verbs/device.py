@@ -41,10 +41,12 @@ def _quiet_root_logger() -> Iterator[None]:
     """Undo pyverbs' ``logging.basicConfig``: the root logger is the application's."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
-    yield
-    for handler in [each for each in root.handlers if each not in handlers]:
-        root.removeHandler(handler)
-    root.setLevel(level)
+    try:
+        yield
+    finally:
+        for handler in [each for each in root.handlers if each not in handlers]:
+            root.removeHandler(handler)
+        root.setLevel(level)
 
 
 with _quiet_root_logger():
@@ -286,20 +288,39 @@ class RdmaDevice:
         """Consume the notification that made the channel's descriptor readable.
 
         Blocks if the descriptor is not readable.
+
+        Raises
+        ------
+        TransportError
+            If there is none: the device was removed. Its descriptor then stays readable.
         """
-        self.channel.get_cq_event(self.cq)
+        try:
+            self.channel.get_cq_event(self.cq)
+        except PyverbsError as exc:
+            raise self.refusal("announce completions", exc) from exc
         self.cq.ack_events(1)
 
     def port_events(self) -> list[int]:
         """Acknowledge the device's pending async events; return their types (``ibv_event_type``).
 
         An event may be of another port of the NIC; see `is_of_other_port`.
+
+        Raises
+        ------
+        TransportError
+            If there is no event although the descriptor is readable: the device was removed. The
+            descriptor then stays readable.
         """
-        found = []
+        found: list[int] = []
         poll = select.poll()  # `select.select` accepts no descriptor above 1023
         poll.register(self.async_fd, select.POLLIN)
         while poll.poll(0):
-            event = self.context.get_async_event()
+            try:
+                event = self.context.get_async_event()
+            except PyverbsError as exc:
+                if found:
+                    break  # the next call raises
+                raise self.refusal("report its events", exc) from exc
             found.append(event.event_type)
             self._is_stale = True
             event.ack()

@@ -149,8 +149,9 @@ class Staging:
         free = self._buffers.get(size)
         if free:
             return free.pop()
+        buffer = self.allocate(size)
         self.nbytes += size
-        return self.allocate(size)
+        return buffer
 
 
 __all__ = ["Reach", "Staging"]

@@ -455,11 +455,15 @@ class VerbsTransport:
             if fd == self._wakeup.number:
                 self._wakeup.clear()
                 continue
-            rail, is_async = self._by_fd[fd]
-            if is_async:
-                self._on_async(rail)
-            else:
-                self._devices[rail].disarm()
+            nic, is_async = self._by_fd[fd]
+            try:
+                if is_async:
+                    self._on_async(nic)
+                else:
+                    self._devices[nic].disarm()
+            except TransportError as exc:
+                self._epoll.unregister(fd)  # it stays readable
+                self._lose_completions(nic, str(exc))
         return bool(ready)
 
     def _return_lent(self) -> None:
@@ -603,18 +607,18 @@ class VerbsTransport:
             return
         self._fail(end, status_name(status), describe_status(status, vendor_err))
 
-    def _on_async(self, rail: int) -> None:
-        for number in self._devices[rail].port_events():
+    def _on_async(self, nic: int) -> None:
+        for number in self._devices[nic].port_events():
             _log.info(
-                "rank %d: %s: %s", self._rank, self._devices[rail].name, describe_event(number)
+                "rank %d: %s: %s", self._rank, self._devices[nic].name, describe_event(number)
             )
             is_up = _PORT_EVENTS.get(event_name(number))
             if event_name(number) == _LOST_COMPLETIONS:
-                self._lose_completions(rail, describe_event(number))
+                self._lose_completions(nic, describe_event(number))
             elif event_name(number) == _DEVICE_FATAL:
-                self._events.append(RailChanged(self._first_rail + rail, False))
-            elif is_up is not None and not self._devices[rail].is_of_other_port(is_up):
-                self._events.append(RailChanged(self._first_rail + rail, is_up))
+                self._events.append(RailChanged(self._first_rail + nic, False))
+            elif is_up is not None and not self._devices[nic].is_of_other_port(is_up):
+                self._events.append(RailChanged(self._first_rail + nic, is_up))
 
     def _fail(self, end: VerbsEndpoint, status: str, detail: str) -> None:
         """Report the failure of an end that is open, or that joins; do nothing after the first."""

@@ -397,26 +397,6 @@ def test_an_entry_asked_for_by_index_may_be_any(tree: Tree) -> None:
         choose_gid(port, index=6)
 
 
-@pytest.mark.parametrize(
-    "address", ["10.0.100.1", "::ffff:10.0.100.1", "0:0:0:0:0:ffff:0a00:6401", "::FFFF:a00:6401"]
-)
-def test_a_gid_is_found_again_by_its_address(tree: Tree, address: str) -> None:
-    roce_port(tree, "mlx5_0", "eth0", host=1)
-    (port,) = list_hcas(tree.root)
-    assert choose_gid(port, address=address) == Gid(5, V2, "::ffff:10.0.100.1", "eth0.100")
-
-
-def test_an_address_that_is_not_there_is_refused(tree: Tree) -> None:
-    roce_port(tree, "mlx5_0", "eth0", host=1)
-    (port,) = list_hcas(tree.root)
-    with pytest.raises(InvalidArgument, match=r"RoCE v2 GID with address 10\.9\.9\.9"):
-        choose_gid(port, address="10.9.9.9")
-    with pytest.raises(InvalidArgument, match=r"index 0 .* with address 10"):
-        choose_gid(port, index=0, address="10.0.0.1")
-    with pytest.raises(InvalidArgument, match="is not an IPv4 or IPv6"):
-        choose_gid(port, address="eth0")
-
-
 def test_a_port_without_roce_v2_says_what_to_do() -> None:
     with pytest.raises(InvalidArgument, match=r"no RoCE v2 GID.*leave the port out with R2CC_HCA$"):
         choose_gid(hca(Gid(0, V1, "fe80::1", "eth0")))

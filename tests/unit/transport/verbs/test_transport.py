@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import pytest
 
 from r2ccl.errors import TransportError
 from r2ccl.testing.fakepyverbs import (
+    FakeChannel,
     FakeContext,
     FakeDomain,
     FakeFabric,
@@ -310,6 +312,21 @@ def test_a_path_that_is_over_has_nothing_unsent(
         monkeypatch.setattr(FakeQueuePair, "post_recv", pair.fail)
         assert Failed in map(type, pair.near.poll(0.0))
     assert not pair.near.has_unsent()
+
+
+@pytest.mark.parametrize("call", ["get_async_event", "get_cq_event"])
+def test_a_removed_device_takes_its_rail_down(
+    pair: Pair, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptors of a removed device stay readable and have nothing to read."""
+    device = pair.near._devices[0]
+    is_async = call == "get_async_event"
+    os.eventfd_write(device.async_fd if is_async else device.channel_fd, 1)
+    monkeypatch.setattr(FakeContext if is_async else FakeChannel, call, pair.fail)
+    [event] = pair.near.poll(0.0)
+    assert (type(event), event.is_up) == (RailChanged, False)
+    assert "n0r0 refused to" in event.why
+    assert pair.near.poll(0.0) == []
 
 
 def test_nics_are_opened_by_one_thread_at_a_time(
