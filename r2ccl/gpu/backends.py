@@ -363,8 +363,9 @@ class BackendSelector:
         a rail in `homes` has lost bandwidth at a rank in `group`.
         """
         rails, known_health = self._engine.homes, self._engine.known_health
-        is_possible = affinity is not None and affinity.pxn_routes and self._pxn is not None
-        if affinity is None or self._pxn is None or not is_possible or known_health() is None:
+        if affinity is None or not affinity.pxn_routes or self._pxn is None:
+            return None
+        if known_health() is None:
             return None
 
         def health() -> Health:
