@@ -1,4 +1,4 @@
-"""Messages of the rendezvous (`r2ccl.bootstrap.rendezvous`), their encoding, and its result."""
+"""Messages of `r2ccl.bootstrap.rendezvous`, their encoding, and the result of a rendezvous."""
 
 from __future__ import annotations
 

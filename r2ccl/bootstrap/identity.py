@@ -45,7 +45,7 @@ _WAYS = (
 
 
 class RankComm(Protocol):
-    """Methods of an mpi4py communicator that `r2ccl.init` calls; other objects may have them."""
+    """Methods of an mpi4py communicator that `r2ccl.init` calls; any object with them will do."""
 
     def Get_rank(self) -> int:
         """Return the rank of this process."""

@@ -140,7 +140,8 @@ class Leader:
         Raises
         ------
         R2cclError
-            As for `r2ccl.bootstrap.rendezvous.meet`. The ranks that have arrived are told of it.
+            As for `r2ccl.bootstrap.rendezvous.meet`. The ranks that have arrived get the error,
+            too.
         """
         secret = self._identity.secret.current()
         assert secret is not None, "rank 0 generates the secret or was given it"
@@ -268,7 +269,7 @@ class Leader:
         try:
             hello = expect(Hello, body)
         except InvalidArgument as exc:
-            self._rejections.add("no Hello", exc)
+            self._rejections.add("no Hello", f"a connection ({exc})")
             member.reader.stop()
             return
         nranks = self._identity.nranks
@@ -301,7 +302,7 @@ class Leader:
         Before its `Hello` was accepted, this only counts as a rejected connection.
         """
         if member.rank < 0:
-            self._rejections.add("no Hello", exc)
+            self._rejections.add("no Hello", f"a connection ({exc})")
             return
         self._lose(member.rank, f"its connection to rank 0 ended: {exc}")
 
@@ -347,7 +348,7 @@ class Leader:
             raise _FoundFaults("; ".join(self._faults))
 
     def _refuse_loopback(self, rank: int, addresses: Iterable[wire.Address], advice: str) -> None:
-        """Record an error if `addresses` of `rank` are loopback, although hosts need to reach them.
+        """Record an error if `addresses` of `rank` are loopback, although other hosts use them.
 
         Ranks of one network namespace reach each other by loopback, whatever their host names are.
         """
@@ -466,7 +467,7 @@ class Leader:
         return f"rank 0 rejected connections meanwhile: {summary}; " if summary else ""
 
     def _secluded(self) -> str:
-        """Return advice if the name of this host has a loopback address here; else return ""."""
+        """Return advice if MASTER_ADDR is a name with a loopback address here; else return ""."""
         name = self._identity.address
         if self._host == name or not ipaddress.ip_address(self._host).is_loopback:
             return ""

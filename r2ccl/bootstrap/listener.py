@@ -75,8 +75,7 @@ class Rejections:
         reason : str
             Short, fixed text.
         who : object
-            Appears in the log: the address of the peer, a text such as ``a message of rank 3``, or
-            the error.
+            Appears in the log: the address of the peer, or a text such as ``a message of rank 3``.
         """
         if self._count(reason):
             logger.warning(
@@ -100,7 +99,7 @@ class Rejections:
             )
 
     def _count(self, reason: str) -> bool:
-        """Count a rejection; return whether to log it."""
+        """Count a rejection; return True unless `reason` was logged in the last 5 s."""
         self.counts[reason] += 1
         now = self._clock()
         if now - self._logged_at.get(reason, float("-inf")) < _LOG_INTERVAL_S:
