@@ -162,10 +162,11 @@ class Branch:
             self._outcome.set_result(body)
 
     def _on_leader_end(self, exc: OSError) -> None:
-        """Handle the end of the connection to rank 0: rank 0 exited or has finished.
+        """After the end of the connection to rank 0, fail unless the parent may still answer.
 
-        Without an error, rank 0 finishes when it has the addresses of all ranks and has sent the
-        table of addresses to its children in the tree.
+        Rank 0 has exited or finished. It finishes when it has the addresses of all ranks and has
+        sent them to its children in the tree. So it has exited if this rank is such a child, or has
+        not passed its addresses up yet.
         """
         self._is_leader_gone = True
         if self._parent == 0 or not self._has_passed_up:

@@ -662,7 +662,7 @@ class ControlPlane:
             logger.exception("rank %d: a callback failed", self.rank)
 
     def _do(self, fn: Callable[[], object]) -> None:
-        """Run `fn` in the control thread, after all work queued before it; after `close`, never."""
+        """Run `fn` in the control thread, after earlier requests; drop it if `close` was called."""
         if self._is_closing:
             return
         self._inbox.append(fn)

@@ -128,7 +128,7 @@ class _Dialing:
             self._end.set_exception(exc)
 
     def _take(self, piece: bytes) -> None:
-        """Add `piece` to the message that is arriving; once it is complete, handle it."""
+        """Add `piece` to the acceptor's message; once that is complete, answer or check it."""
         if not piece:
             raise ConnectionResetError("the stream ended")
         self._received += piece
@@ -207,7 +207,8 @@ async def dial(
     HandshakeTimeout
         If authenticating takes too long.
     HandshakeRejected
-        As for `prove`.
+        If the far end does not know the secret, speaks another protocol or version, or closes or
+        resets the connection.
     """
     dialer = Dialer(secret, claim, os.urandom(NONCE_NBYTES))
     sock = wire.open_socket(target[0], source)

@@ -131,7 +131,7 @@ Prepare = Callable[[bool, str], PeerInfo]
 
 
 def encode(greeting: Greeting) -> bytes:
-    """Return a message in encoded form, for `decode`."""
+    """Return the encoded form of `greeting`, which `decode` reads."""
     return msgspec.msgpack.encode(greeting)
 
 

@@ -345,9 +345,9 @@ class Listener:
             self._run(made, partial(made.acceptor.check, made.received))
 
     def _end(self, made: _Handshake) -> None:
-        """Handle a connection that its dialer ended, or that failed.
+        """Close a connection that its dialer ended, or that failed.
 
-        If the dialer sent nothing, the connection was only a probe.
+        Count it as rejected, unless the dialer sent nothing: then it was only a probe.
         """
         if made.received:
             self._reject(made, _BROKEN_OFF)
@@ -356,7 +356,7 @@ class Listener:
             self._close(made)
 
     def _run(self, made: _Handshake, step: Callable[[], Handover | None]) -> None:
-        """Run a step of a handshake; after the last step, hand over the socket."""
+        """Run a step of a handshake; close a refused socket, hand over one that is accepted."""
         try:
             handover = step()
         except (Unneeded, asyncio.CancelledError):

@@ -31,7 +31,7 @@ def reserve_port() -> socket.socket:
 
 
 def master_port(port: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable MASTER_PORT of ranks; their launcher has the environment `env`.
+    """Return MASTER_PORT, as name and value, for ranks whose launcher has the environment `env`.
 
     The value is the one that the user has set in `env`, otherwise `port`. If the launcher is itself
     a rank of a job, the value is `port`: rank 0 of that job listens at the port in `env`.

@@ -71,9 +71,9 @@ def launch_pool(
     Raises
     ------
     InvalidArgument
-        If `nranks` is no integer of at least 1, a setting is wrong or cannot be pickled, `env` is
-        refused as by `launch`, or the main script calls this function while another process imports
-        it.
+        If `nranks` is no integer of at least 1, a setting is wrong or cannot be pickled, `env` has
+        a name or a value that no variable can have, or the main script calls this function while
+        another process imports it.
     R2cclError
         If `r2ccl.init` raises it on a rank, or a rank or the process that forks the ranks exits
         early.
