@@ -111,7 +111,7 @@ class Secret:
         Raises
         ------
         InvalidArgument
-            If `text` is anything else. The message does not contain `text`.
+            If `text` is not 64 hexadecimal digits. The message does not contain `text`.
         """
         try:
             return cls(bytes.fromhex(text))

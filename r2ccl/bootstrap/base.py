@@ -38,7 +38,10 @@ class Post(Protocol):
         ...
 
     def broadcast(self, message: object) -> None:
-        """Queue `message` for every other rank."""
+        """Queue `message` for every other rank.
+
+        Each rank gets it at most once, and may miss it if ranks are lost or leave meanwhile.
+        """
         ...
 
     def gossip(self, message: object, source: int = -1) -> None:
@@ -47,7 +50,7 @@ class Post(Protocol):
 
 
 class ControlPort(Post, Protocol):
-    """Control plane that also connects paths.
+    """Sender of control messages that also opens sessions and connects paths.
 
     Each new connection of a path is passed to `ControlHandler.on_path`. Except `obstacles`, methods
     raise InvalidArgument if `peer` is this rank or no rank, or if `rail` is no rail; only

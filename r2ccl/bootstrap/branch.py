@@ -2,9 +2,9 @@
 
 The tree is the binomial tree of `r2ccl.bootstrap.overlay`. A rank sends the addresses of its part
 of the tree to its parent, receives the addresses of all ranks from its parent, and sends these to
-its children. So rank 0 exchanges addresses with about log2(n) ranks only. Each rank's connection to
-rank 0 stays open until one of the two has finished: rank 0 reports errors over it, and notices by
-its end that the rank has exited.
+its children. So rank 0 exchanges addresses with about log2(n) ranks only. Each rank keeps its
+connection to rank 0 open until one of the two has finished. Rank 0 reports errors over this
+connection, and takes its end as a sign that the rank has exited.
 
 Runs in the control thread. Invariant: bytes of a child are decoded only after both ends have proved
 that they know the secret. The child's claim must name this communicator, this rank as the acceptor
@@ -102,13 +102,17 @@ class Branch:
     ) -> tuple[PeerInfo, ...]:
         """Send the addresses of this subtree to the parent; return the addresses of all ranks.
 
-        `own` has the addresses of this rank. `leader` is the connection to rank 0, on which
-        `welcome` arrived. Borrowed.
+        `own` has the addresses of this rank. `leader`, which is borrowed, is the connection to
+        rank 0, on which `welcome` arrived.
 
         Raises
         ------
-        InvalidArgument, TransportTimeout, PeerLost
-            As for `r2ccl.bootstrap.rendezvous.meet`.
+        InvalidArgument
+            If rank 0 reports that the rendezvous failed, or a message cannot be decoded.
+        TransportTimeout
+            If rank 0 reports that ranks or addresses did not arrive in time.
+        PeerLost
+            If rank 0 or the parent is lost, or rank 0 reports that another rank exited.
         """
         self._communicator_id = welcome.communicator_id
         self._leader = leader
@@ -158,10 +162,11 @@ class Branch:
             self._outcome.set_result(body)
 
     def _on_leader_end(self, exc: OSError) -> None:
-        """Handle the end of the connection to rank 0: rank 0 exited or has finished.
+        """After the end of the connection to rank 0, fail unless the parent may still answer.
 
-        Without an error, rank 0 finishes when it has the addresses of all ranks and has sent the
-        table of addresses to its children in the tree.
+        Rank 0 has exited or finished. It finishes when it has the addresses of all ranks and has
+        sent them to its children in the tree. So it has exited if this rank is such a child, or has
+        not passed its addresses up yet.
         """
         self._is_leader_gone = True
         if self._parent == 0 or not self._has_passed_up:
@@ -259,7 +264,7 @@ class Branch:
 
         If the connection to rank 0 has ended, only this rank and its subtree fail.
         """
-        why = f"its connection to rank {self._rank}: {exc}"
+        why = f"its connection to rank {self._rank} failed: {exc}"
         self._orphaned = encode(MeetingFailed(why, lost=self._parent))
         if self._is_leader_gone:
             self._settle(self._orphaned)

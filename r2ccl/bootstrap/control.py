@@ -98,7 +98,7 @@ class ControlHandler(Protocol):
 
 
 class ControlPlane:
-    """Control sessions, messages to all other ranks, data sockets, and liveness of peers.
+    """Control plane of a rank: control sessions, messages to other ranks, data sockets, liveness.
 
     Made by `r2ccl.bootstrap.connect` and, for a shrink, by `r2ccl.bootstrap.succession`. All
     methods except `close` return without blocking and, unless they say otherwise, may be called
@@ -148,9 +148,10 @@ class ControlPlane:
     is_loopback : bool
         True if all rails are loopback. Equal on all ranks.
     nwires : int
-        Number of rails whose bandwidths add up: the RDMA ports if there are any; else 1
-        if all rails are loopback, which share the memory bandwidth; else the rails that are no last
-        resort, or all rails if all are last resorts. Equal on all ranks.
+        Number of rails whose bandwidths add up; equal on all ranks. With RDMA, the number of RDMA
+        ports. Without RDMA, 1 if all rails are loopback, because they share the memory bandwidth;
+        otherwise the number of rails that are no last resort, or of all rails if all are last
+        resorts.
     last_resorts : frozenset of int
         TCP rails used only between two ranks that have no other rail left; see `Nic`. Empty if
         there are no other TCP rails.
@@ -235,16 +236,16 @@ class ControlPlane:
         self._loop.loop.call_soon_threadsafe(self._start)
 
     def close(self, deadline_s: float) -> None:
-        """Send Goodbye on all sessions, wait for the acknowledgments, and end the thread.
+        """Send Goodbye on all sessions, wait for the acknowledgements, and end the thread.
 
-        The acknowledgment of Goodbye covers all earlier messages. Sockets that were handed over
-        stay open; the transport owns them. Idempotent; must not be called in the control thread.
+        The acknowledgement of Goodbye covers all earlier messages. Sockets that were handed over
+        stay open, because the transport owns them. Idempotent. The control thread must not call it.
 
         Parameters
         ----------
         deadline_s : float
-            Longest wait for the acknowledgments, in seconds. 0: send no Goodbye; the peers then
-            report this rank as lost.
+            Longest wait for the acknowledgements, in seconds. If 0, no Goodbye is sent, and the
+            peers report this rank as lost.
         """
         with self._close_lock:
             if self._is_closing:
@@ -421,7 +422,7 @@ class ControlPlane:
     def kick(self, rail: int) -> None:
         """Try to connect the pending paths of `rail` now, without waiting for their next retry.
 
-        Useful when the local NIC has regained its link.
+        Useful when the local NIC works again.
         """
         self._check_rail(rail)
         self._do(lambda: self._paths.kick(rail))
@@ -438,11 +439,11 @@ class ControlPlane:
         return [*found, *told]
 
     def report_exit(self, peer: int) -> None:
-        """Report the loss of `peer`, whose process has ended, after the messages that it has sent.
+        """Report the loss of `peer`, whose process has ended, after delivering its last messages.
 
         Without a session with `peer`, do nothing: messages of `peer`, such as the reason of a
-        revocation, may still arrive through other ranks, and a rank with a session reports the
-        loss.
+        revocation, may still arrive through other ranks, and a rank that has a session with `peer`
+        reports the loss.
         """
         self._check(peer)
         soon = self._loop.loop.call_soon
@@ -661,7 +662,7 @@ class ControlPlane:
             logger.exception("rank %d: a callback failed", self.rank)
 
     def _do(self, fn: Callable[[], object]) -> None:
-        """Run `fn` in the control thread, after all work queued before it; after `close`, never."""
+        """Run `fn` in the control thread, after earlier requests; drop it if `close` was called."""
         if self._is_closing:
             return
         self._inbox.append(fn)

@@ -128,7 +128,7 @@ class _Dialing:
             self._end.set_exception(exc)
 
     def _take(self, piece: bytes) -> None:
-        """Add `piece` to the message that is arriving; once it is complete, handle it."""
+        """Add `piece` to the acceptor's message; once that is complete, answer or check it."""
         if not piece:
             raise ConnectionResetError("the stream ended")
         self._received += piece
@@ -180,14 +180,16 @@ async def dial(
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
     first_bytes: FirstBytes | None = None,
 ) -> socket.socket:
-    """Connect to `target` (numeric) from local address `source` and authenticate with `claim`.
+    """Connect to `target`, a numeric address, and authenticate with `claim`; return the socket.
+
+    The local address of the connection is `source`; if it is empty, the kernel chooses one.
 
     Connecting takes at most `timeout_s`: the peer's kernel answers, even if its process is busy.
     Authenticating needs that process, so both together take at most `timeout_s` or
     `HANDSHAKE_TIMEOUT_S`, whichever is longer.
 
     The result of `first_bytes` is sent together with the proof, so that the acceptor wakes up once
-    for both. At this time the far end has not proved that it knows the secret.
+    for both. At that moment the far end has not yet proved that it knows the secret.
 
     Returns
     -------
@@ -197,13 +199,16 @@ async def dial(
     Raises
     ------
     OSError
-        If the connection fails (``ConnectionRefusedError`` only while connecting).
+        If no socket can be opened, `source` is not an address of this host, connecting fails, or
+        the connection fails later, other than by a close or a reset. ``ConnectionRefusedError``
+        means that connecting was refused.
     TimeoutError
         If connecting takes too long.
     HandshakeTimeout
         If authenticating takes too long.
     HandshakeRejected
-        As for `prove`.
+        If the far end does not know the secret, speaks another protocol or version, or closes or
+        resets the connection.
     """
     dialer = Dialer(secret, claim, os.urandom(NONCE_NBYTES))
     sock = wire.open_socket(target[0], source)
@@ -254,7 +259,7 @@ def explain_failure(
             "check whether the process there hangs, or is not a rank",
         )
     if isinstance(exc, TimeoutError) and exc.errno is None:
-        return f"{where} did not answer within {timeout_s:g} s", "check filters and routes"
+        return f"{where} did not answer within {timeout_s:g} s", "check firewalls and routes"
     code = exc.errno or 0
     return f"{where}: {decode_errno(code) if code else exc}", exhaustion_advice(code)
 

@@ -1,4 +1,4 @@
-"""Messages of the rendezvous (`r2ccl.bootstrap.rendezvous`), their encoding, and its result."""
+"""Messages of `r2ccl.bootstrap.rendezvous`, their encoding, and the result of a rendezvous."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ Prepare = Callable[[bool, str], PeerInfo]
 
 
 def encode(greeting: Greeting) -> bytes:
-    """Return a message in encoded form, for `decode`."""
+    """Return the encoded form of `greeting`, which `decode` reads."""
     return msgspec.msgpack.encode(greeting)
 
 

@@ -45,7 +45,7 @@ _WAYS = (
 
 
 class RankComm(Protocol):
-    """Methods of an mpi4py communicator that `r2ccl.init` calls; other objects may have them."""
+    """Communicator of mpi4py, or any object with the methods of one that `r2ccl.init` calls."""
 
     def Get_rank(self) -> int:
         """Return the rank of this process."""
@@ -262,9 +262,9 @@ def _number(env: Mapping[str, str], name: str, instead: str = "") -> int:
 
 
 def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:
-    """Return a duplicate of the launcher's socket; None if the launcher has passed none.
+    """Return a duplicate of the socket that the launcher has passed on; None if it passed none.
 
-    The launcher's socket stays open, so that later communicators can duplicate it too.
+    The inherited socket stays open, so that later communicators can duplicate it, too.
     """
     if LISTEN_FD_VARIABLE not in env:
         return None

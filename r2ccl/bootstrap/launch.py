@@ -188,8 +188,8 @@ def launch(
     -----
     Ranks write to the standard output and standard error of this process. In a notebook, and
     wherever else ``sys.stdout`` or ``sys.stderr`` is another stream, the lines of the ranks appear
-    in ``sys.stdout`` and ``sys.stderr`` while `launch` waits. If there are several ranks, each line
-    follows ``[rank]``. No rank outlives this process.
+    in ``sys.stdout`` and ``sys.stderr`` while `launch` waits. If there are several ranks, each of
+    these lines begins with the number of its rank, as in ``[2]``. No rank outlives this process.
     """
     limit_s = parse_timeout(timeout_s, "launch")  # raises before any rank runs
     with LocalJob(nranks) as job:
@@ -333,7 +333,7 @@ class RankProcesses:
         ----------
         connections : iterable of Connection
         until_s : float
-            Deadline, a reading of ``time.monotonic``; infinite: none.
+            Deadline, a time of ``time.monotonic``; infinity if there is none.
 
         Returns
         -------
@@ -393,7 +393,7 @@ class RankProcesses:
         return found
 
     def flush_output(self) -> None:
-        """Write out everything that the ranks have written."""
+        """Write out the forwarded output that the ranks have written so far."""
         if self._output:
             self._output.flush()
 

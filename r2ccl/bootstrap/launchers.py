@@ -71,7 +71,7 @@ class RankPlace(msgspec.Struct, frozen=True):
     """Rank, number of ranks and address of rank 0, from the variables of a launcher.
 
     ``port`` is the port of the rendezvous unless ``R2CC_PORT`` or ``MASTER_PORT`` is set; 0: one of
-    these must be set.
+    these must be set. ``is_on_one_host`` is True if all ranks are known to be on this host.
     """
 
     rank: int
@@ -193,7 +193,7 @@ def _advice(launcher: LauncherVariables, missing: list[str]) -> str:
 
 
 def whole(name: str, env: Mapping[str, str]) -> int:
-    """Return the value of the variable `name`, which is set.
+    """Return the value of the variable `name`, which must be set, as an integer.
 
     Raises
     ------

@@ -140,7 +140,8 @@ class Leader:
         Raises
         ------
         R2cclError
-            As for `r2ccl.bootstrap.rendezvous.meet`. The ranks that have arrived are told of it.
+            As for `r2ccl.bootstrap.rendezvous.meet`. The ranks that have arrived get the error,
+            too.
         """
         secret = self._identity.secret.current()
         assert secret is not None, "rank 0 generates the secret or was given it"
@@ -234,7 +235,10 @@ class Leader:
             await asyncio.sleep(_RESOLVE_PAUSE_S)
 
     def _own_address(self, listening: socket.socket) -> str:
-        """Return the local address that a member reached; rank 0 may listen on all addresses."""
+        """Return a local address at which a member has reached rank 0.
+
+        The listening socket itself may have the address of all interfaces.
+        """
         for member in self._members:
             return str(member.sock.getsockname()[0])
         return str(listening.getsockname()[0])
@@ -242,7 +246,7 @@ class Leader:
     # -- first round ------------------------------------------------------------------------
 
     def _pause_s(self) -> float:
-        """Return the time for which rank 0 reads no connections; see `_PAUSE_SHARE`."""
+        """Return the pause in seconds before the next batch; see `_PAUSE_SHARE`."""
         if self._faults or len(self._hellos) > self._identity.nranks - _MANY_MISSING:
             return 0.0
         most_s = _PROOF_PAUSE_S if self._listener.npending else _MAX_PAUSE_S
@@ -268,7 +272,7 @@ class Leader:
         try:
             hello = expect(Hello, body)
         except InvalidArgument as exc:
-            self._rejections.add("no Hello", exc)
+            self._rejections.add("no Hello", f"a connection ({exc})")
             member.reader.stop()
             return
         nranks = self._identity.nranks
@@ -301,7 +305,7 @@ class Leader:
         Before its `Hello` was accepted, this only counts as a rejected connection.
         """
         if member.rank < 0:
-            self._rejections.add("no Hello", exc)
+            self._rejections.add("no Hello", f"a connection ({exc})")
             return
         self._lose(member.rank, f"its connection to rank 0 ended: {exc}")
 
@@ -347,7 +351,7 @@ class Leader:
             raise _FoundFaults("; ".join(self._faults))
 
     def _refuse_loopback(self, rank: int, addresses: Iterable[wire.Address], advice: str) -> None:
-        """Record an error if `addresses` of `rank` are loopback, although hosts need to reach them.
+        """Record an error if ranks of other hosts would have to use a loopback address of `rank`.
 
         Ranks of one network namespace reach each other by loopback, whatever their host names are.
         """
@@ -383,9 +387,9 @@ class Leader:
         return [rank for rank in range(self._identity.nranks) if rank not in self._hellos]
 
     async def _await_others(self, is_complete: Callable[[], bool]) -> None:
-        """Wait until `is_complete`, for at most `_FAULT_GRACE_S`, after an error.
+        """After an error, wait until ``is_complete()``, but at most `_FAULT_GRACE_S`.
 
-        Ranks that arrive meanwhile receive the error too, and errors of other ranks are collected.
+        Ranks that arrive meanwhile receive the error, too, and errors of other ranks are collected.
         """
         try:
             async with asyncio.timeout(_FAULT_GRACE_S):
@@ -425,7 +429,7 @@ class Leader:
         await self._send((member.sock, body) for member in self._members)
 
     async def _send(self, messages: Iterable[tuple[socket.socket, bytes]]) -> None:
-        """Send each message over its socket, within `VERDICT_MARGIN_S` for all together.
+        """Send each message over its socket; give up `VERDICT_MARGIN_S` after the start.
 
         A member that does not receive its message fails by its own timeout, or when rank 0 closes
         the connection.
@@ -466,7 +470,7 @@ class Leader:
         return f"rank 0 rejected connections meanwhile: {summary}; " if summary else ""
 
     def _secluded(self) -> str:
-        """Return advice if the name of this host has a loopback address here; else return ""."""
+        """Return advice if MASTER_ADDR is a name with a loopback address here; else return ""."""
         name = self._identity.address
         if self._host == name or not ipaddress.ip_address(self._host).is_loopback:
             return ""

@@ -75,8 +75,7 @@ class Rejections:
         reason : str
             Short, fixed text.
         who : object
-            Appears in the log: the address of the peer, a text such as ``a message of rank 3``, or
-            the error.
+            Appears in the log: the address of the peer, or a text such as ``a message of rank 3``.
         """
         if self._count(reason):
             logger.warning(
@@ -100,7 +99,7 @@ class Rejections:
             )
 
     def _count(self, reason: str) -> bool:
-        """Count a rejection; return whether to log it."""
+        """Count a rejection; return True unless `reason` was logged in the last 5 s."""
         self.counts[reason] += 1
         now = self._clock()
         if now - self._logged_at.get(reason, float("-inf")) < _LOG_INTERVAL_S:
@@ -346,9 +345,9 @@ class Listener:
             self._run(made, partial(made.acceptor.check, made.received))
 
     def _end(self, made: _Handshake) -> None:
-        """Handle a connection that its dialer ended, or that failed.
+        """Close a connection that its dialer ended, or that failed.
 
-        If the dialer sent nothing, the connection was only a probe.
+        Count it as rejected, unless the dialer sent nothing: then it was only a probe.
         """
         if made.received:
             self._reject(made, _BROKEN_OFF)
@@ -357,7 +356,7 @@ class Listener:
             self._close(made)
 
     def _run(self, made: _Handshake, step: Callable[[], Handover | None]) -> None:
-        """Run a step of a handshake; after the last step, hand over the socket."""
+        """Run a step of a handshake; close a refused socket, hand over one that is accepted."""
         try:
             handover = step()
         except (Unneeded, asyncio.CancelledError):

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 
 def reserve_port() -> socket.socket:
-    """Return a socket that reserves a port of all addresses, at which rank 0 can listen.
+    """Return a socket that reserves a port, at all addresses, at which rank 0 can listen.
 
-    The port is bound, so the kernel gives it to no other process. No socket listens at it, so a
-    process that sets SO_REUSEADDR, as torch's store does, can.
+    While the socket is open, the kernel gives the port to no process that asks for a free one. The
+    socket does not listen, so a process that sets SO_REUSEADDR, as torch's store does, can listen.
 
     Raises
     ------
@@ -31,10 +31,10 @@ def reserve_port() -> socket.socket:
 
 
 def master_port(port: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return MASTER_PORT for ranks whose launcher has the environment `env`.
+    """Return MASTER_PORT, as name and value, for ranks whose launcher has the environment `env`.
 
-    It is `port`, unless the user has set it in `env`. If `env` is that of a rank, MASTER_PORT there
-    is the port of that rank's job, at which its rank 0 listens already.
+    The value is the one that the user has set in `env`, otherwise `port`. If the launcher is itself
+    a rank of a job, the value is `port`: rank 0 of that job listens at the port in `env`.
     """
     is_rank = "RANK" in env
     return {"MASTER_PORT": str(port) if is_rank else env.get("MASTER_PORT", str(port))}

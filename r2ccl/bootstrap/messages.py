@@ -84,7 +84,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="boot.goodbye"):
 
 
 class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
-    """Message that rank ``witness`` found ``rank`` lost; a rank to which this is new passes it on.
+    """Report of rank ``witness`` that ``rank`` is lost; a rank to which this is new passes it on.
 
     ``why`` is the evidence. ``last_heard_s`` is the time in seconds between the last sign of life
     of ``rank`` at ``witness`` and the finding of the loss. A rank that receives this message about

@@ -87,7 +87,7 @@ def unresolvable(rank: int, name: str, exc: OSError | UnicodeError) -> InvalidAr
 
 
 def describe(exc: OSError | UnicodeError) -> str:
-    """Return the resolver's error as text: ``EAI_NONAME: Name or service not known``."""
+    """Return the resolver's error as text, such as ``EAI_NONAME: Name or service not known``."""
     if isinstance(exc, socket.gaierror):
         return f"{_NAMES.get(exc.errno, exc.errno)}: {exc.strerror}"
     return describe_os_error(exc)

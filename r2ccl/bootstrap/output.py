@@ -2,9 +2,9 @@
 
 Ranks inherit the standard output and standard error of the launcher. In a notebook, a test that
 captures output or ``contextlib.redirect_stdout``, ``sys.stdout`` or ``sys.stderr`` of the launcher
-is another object. What ranks write to the descriptors would then not appear where the launcher's
-own output does. `RankOutput` therefore reads it from pipes and writes it to ``sys.stdout`` and
-``sys.stderr``.
+is another object. Text that ranks write to the descriptors would then not appear where the
+launcher's own output does. `RankOutput` therefore reads this text from pipes and writes it to
+``sys.stdout`` and ``sys.stderr``.
 
 Invariant: only the thread that waits for the ranks writes, so output appears in the cell whose call
 waits.
@@ -34,10 +34,10 @@ class _Source(NamedTuple):
 
 
 def is_forwarded() -> bool:
-    """Return whether output of ranks must be forwarded.
+    """Return True if the output of ranks must be forwarded.
 
-    It must be if ``sys.stdout`` or ``sys.stderr`` is open, but is not the stream of its descriptor,
-    1 or 2.
+    This is so if ``sys.stdout`` is open but does not write to descriptor 1, or ``sys.stderr`` is
+    open but does not write to descriptor 2.
     """
     return any(
         not _is_descriptor(getattr(sys, name), number)
@@ -57,8 +57,8 @@ def _is_descriptor(stream: Any, number: int) -> bool:
 class RankOutput:
     """Pipes from the standard output and error of each rank to ``sys.stdout`` and ``sys.stderr``.
 
-    If there are several ranks, each line follows ``[rank]``. Lines of up to 1 MiB are written
-    whole.
+    If there are several ranks, each line begins with the number of its rank, as in ``[2]``. Lines
+    of up to 1 MiB are written whole.
 
     Parameters
     ----------
@@ -95,7 +95,10 @@ class RankOutput:
         return self._sources.keys()
 
     def forward(self, descriptor: int) -> bool:
-        """Read available bytes and write complete lines; return whether there were any bytes."""
+        """Read up to 64 KiB and write the lines that they complete; return True if bytes were read.
+
+        At the end of the output, close the descriptor, which `descriptors` then no longer returns.
+        """
         source = self._sources[descriptor]
         try:
             data = os.read(descriptor, _READ_NBYTES)

@@ -459,7 +459,7 @@ class Peer:
             pause = min(2 * pause, _MAX_PAUSE_S)
 
     def _judge_refusal(self, target: wire.Address) -> None:
-        """Report the peer as lost after a refused connection, unless a carrier is active."""
+        """After a refused connection, report the peer as lost if all carriers are silent."""
         self._note_darkness(self._setting.clock())
         if self._is_dark.is_set():
             self.lose(f"its process is gone: connection refused at {target[0]}:{target[1]}")

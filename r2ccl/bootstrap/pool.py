@@ -71,13 +71,14 @@ def launch_pool(
     Raises
     ------
     InvalidArgument
-        If `nranks` is no integer of at least 1, a setting is wrong or cannot be pickled, `env` is
-        refused as by `launch`, or the main script calls this function while another process imports
-        it.
+        If `nranks` is no integer of at least 1, a setting is wrong or cannot be pickled, `env` has
+        a name or a value that no variable can have, or the main script calls this function while
+        another process imports it.
     R2cclError
-        As `r2ccl.init`, or if a rank or the process that forks the ranks exits early.
+        If `r2ccl.init` raises it on a rank, or a rank or the process that forks the ranks exits
+        early.
     OSError
-        As for `launch`.
+        If this process cannot open sockets and pipes, or start another process.
 
     Notes
     -----
@@ -197,7 +198,8 @@ class LaunchPool:
         Raises
         ------
         R2cclError
-            As `Communicator.close` on a rank, or if a rank has exited or does not close within 5 s.
+            If `Communicator.close` raises it on a rank, a rank has exited, or a rank does not close
+            within 5 s.
         ConcurrentCalls
             If a call is running in another thread.
         """
@@ -294,7 +296,8 @@ class LaunchPool:
     ) -> BaseException | None:
         """Return the error of a call: the exit of a rank, else the first exception, else a timeout.
 
-        Return None if all ranks returned. `outcomes` are in the order of their arrival.
+        Return None if all ranks returned. `outcomes` are in the order of their arrival. If
+        `timeout_s` is None, the call is `close`.
         """
         errors = {rank: each.error for rank, each in outcomes.items() if each.error is not None}
         exits = [error for rank, error in errors.items() if outcomes[rank].is_exit]

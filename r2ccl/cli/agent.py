@@ -66,9 +66,9 @@ async def _serve(out: BinaryIO) -> int:
 
 
 def listen_everywhere(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at all addresses of this host of the family of `address`.
+    """Return a socket that listens at all addresses of this host.
 
-    `address` is numeric.
+    Its address family is that of `address`, which is numeric.
 
     Raises
     ------

@@ -4,8 +4,8 @@ A link is the standard input and output of the agent, usually through ssh. The s
 travels on the link; ssh authenticates both ends and encrypts the link. A message is its length in 4
 bytes, followed by its fields, encoded with msgpack.
 
-Invariant: each end of a link sends something at least every `_ALIVE_S`, so that the other end
-notices within `_SILENCE_S` that this host, or the network between the two, has failed.
+Invariant: each end of a link sends something at least every `_ALIVE_S`. If its host or the network
+fails, the other end notices this within `_SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class AgentLink(Generic[_T]):
             return
 
     def post(self, message: ToAgent | FromAgent) -> None:
-        """Send a small message without waiting."""
+        """Send a small message without waiting; drop it if the link has ended."""
         if self._writer.is_closing():
             return
         body = msgspec.msgpack.encode(message)

@@ -17,9 +17,9 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     ``ordinal`` is CUDA's number of the GPU in this process, ``capability`` its compute capability,
     ``nsms`` its number of streaming multiprocessors, and ``memory_nbytes`` its total memory.
-    ``waits_on_memory`` is the attribute of `r2ccl.device.Device`. ``has_dmabuf`` is the driver's
-    attribute DMA_BUF_SUPPORTED, and ``is_rdma_capable`` its attribute IS_GPU_DIRECT_RDMA_CAPABLE of
-    an allocation.
+    ``waits_on_memory`` is True if streams of the GPU can wait on memory values. ``has_dmabuf`` is
+    the driver's attribute DMA_BUF_SUPPORTED, and ``is_rdma_capable`` its attribute
+    IS_GPU_DIRECT_RDMA_CAPABLE of an allocation.
 
     Each field that ends with ``_error`` is the error message of a test: empty if the test
     succeeded, None if it was not run. The test of ``open_error`` makes a context and an allocation,

@@ -294,8 +294,8 @@ CHECKS: tuple[Callable[[Facts], DoctorFinding], ...] = (
 def examine(facts: Facts, *, is_required: bool = False) -> tuple[DoctorFinding, ...]:
     """Run all checks of verbs and return their findings, one per check.
 
-    If the machine has no RDMA device, return a single remark, unless RDMA is required: most
-    machines use TCP.
+    If the machine has no RDMA device and `is_required` is False, return a single remark instead,
+    because most machines use TCP.
     """
     if is_required or facts.hcas or facts.uverbs:
         return tuple(check(facts) for check in CHECKS)
@@ -316,10 +316,10 @@ def is_usable(findings: tuple[DoctorFinding, ...]) -> bool:
 
 
 def _is_import_failure(error: str) -> bool:
-    """Return True if `error` is an error other than an exception of pyverbs itself.
+    """Return True if `error` says that pyverbs cannot be imported, crashes or does not answer.
 
-    pyverbs then could not be imported, crashed or did not answer in time. Exceptions that pyverbs
-    raises after its import have Pyverbs in the class name.
+    Return False if `error` is empty or an exception that pyverbs raised after its import. Such an
+    exception has Pyverbs in its class name.
     """
     return bool(error) and "Pyverbs" not in error.partition(":")[0]
 

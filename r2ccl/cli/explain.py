@@ -72,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgument
-        For the reasons given in `r2ccl.cli.forecast.scenario_of`, and if Numba (unless
-        ``--no-simulate``) or matplotlib (for ``--png``) is missing, or the picture cannot be
-        written.
+        If the options describe no possible cluster, or one that is too large
+        (`r2ccl.cli.forecast.scenario_of`); if Numba (unless ``--no-simulate``) or matplotlib (for
+        ``--png``) is missing; or if the picture cannot be written.
     """
     from r2ccl.cli import forecast_output  # these import NumPy and the planner
     from r2ccl.cli.forecast import compare, scenario_of

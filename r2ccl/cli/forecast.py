@@ -64,9 +64,10 @@ class Forecast(msgspec.Struct, frozen=True):
 
     ``predicted_s`` is the time by the cost model, None if the planner does not predict one;
     ``simulated_s`` is None if the schedule was not simulated. ``steps`` is the number of messages
-    on the longest chain of dependent messages; ``load`` and ``slice_nbytes`` are those of
-    `r2ccl.planning.cost_model.Choice`. ``is_chosen`` is True for the schedule that the planner
-    selects.
+    on the longest chain of dependent messages. ``load`` is the time of the busiest port, as a
+    multiple of the time in which a rail with its full bandwidth carries the data; 0 if unknown.
+    ``slice_nbytes`` is the largest size of a slice in bytes. ``is_chosen`` is True for the schedule
+    that the planner selects.
     """
 
     predicted_s: float | None

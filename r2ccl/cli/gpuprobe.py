@@ -165,7 +165,7 @@ def try_kernels(journal: Journal, opened: Sequence[Opened]) -> None:
 
 
 def try_mapping(journal: Journal, opened: Sequence[Opened], mapper: Mapper) -> None:
-    """Test whether another process can map an allocation of every GPU; `mapper` asks it to."""
+    """Test, by `mapper`, whether another process can map an allocation of every GPU."""
     exported = []
     for place, device, address in opened:
         journal.begin(f"exporting memory of GPU {device.ordinal} to another process")

@@ -83,9 +83,9 @@ def _check_end(facts: CudaFacts) -> DoctorFinding:
 
 
 def _absence(facts: CudaFacts) -> DoctorFinding:
-    """Explain why no GPU can be used.
+    """Return the finding that says why no GPU can be used.
 
-    The finding is ``skipped`` if no GPU seems to exist, or if the only reason is that
+    It is ``skipped`` if no GPU seems to exist, or if the only reason is that
     CUDA_VISIBLE_DEVICES hides all GPUs intentionally. Otherwise it is a warning.
     """
     is_broken = facts.status.startswith("CUDA_ERROR")
@@ -248,7 +248,7 @@ def check_one_host(cards: Sequence[Card], config: Config) -> DoctorFinding:
 
 
 def check_hosts(facts: CudaFacts, cards: Sequence[Card], config: Config) -> DoctorFinding:
-    """Report how data moves between GPUs of different hosts, and why if through host memory."""
+    """Report how data moves between GPUs of different hosts; if through host memory, say why."""
     if not all(card.waits_on_memory for card in cards):
         return DoctorFinding("hosts", "skipped", "see one host")
     staged = f"through pinned host memory ({_staging_size(config)})"

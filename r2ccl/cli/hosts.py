@@ -41,7 +41,7 @@ class JobHost(msgspec.Struct, frozen=True):
 
     @property
     def is_here(self) -> bool:
-        """True if the name is one of this host, so that no ssh is needed."""
+        """True if ``name`` is a name of this host, on which ranks are started without ssh."""
         own = socket.gethostname()
         return self.name in (*_HERE, own, own.partition(".")[0])
 
@@ -117,7 +117,7 @@ def _merged(hosts: Sequence[JobHost]) -> list[JobHost]:
 def place(hosts: Sequence[JobHost], nranks: int | None) -> list[tuple[JobHost, int, int]]:
     """Return for each host that gets ranks: the host, its first rank and its number of ranks.
 
-    The hosts are filled in their order. By default there is a rank for every slot.
+    The hosts are filled in their order. If `nranks` is None, there is a rank for every slot.
 
     Raises
     ------

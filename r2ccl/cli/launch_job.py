@@ -124,7 +124,7 @@ async def _supervise(
 ) -> int:
     """Run the job and write the file of ``--json``; return the exit status.
 
-    `hosts` are the names of the ranks' hosts. For the other arguments see `Supervisor.run`.
+    `hosts` has the name of each rank's host. For the other arguments see `Supervisor.run`.
     """
     begun_s = monotonic()
     status = await supervisor.run(groups, start)
@@ -150,7 +150,7 @@ def _here(share: JobShare) -> dict[int, str]:
 
 
 def _with_master_port(program: JobCommand, port: int) -> JobCommand:
-    """Return `program` with MASTER_PORT, see `master_port`, unless ``--env`` sets it."""
+    """Return `program` with the MASTER_PORT of `master_port`, unless ``--env`` sets another."""
     return msgspec.structs.replace(program, env={**master_port(port, os.environ), **program.env})
 
 
@@ -253,9 +253,9 @@ def _by_hand(
 
 
 def _json_option(path: Path | None, place_: int, nhosts: int) -> list[str]:
-    """Return the option ``--json`` of the host `place_`, with a file name of its own.
+    """Return the option ``--json`` for the host at place `place_` of the list.
 
-    Each host writes the ends of its own ranks, and the hosts may share the folder.
+    Each host gets its own file name, because the hosts may share the folder.
     """
     if path is None:
         return []
@@ -313,10 +313,13 @@ def _shared_secret(nhosts: int) -> str:
 
 
 def _own_address(name: str, *, is_alone: bool) -> str:
-    """Return the address of `name`, which is this host, on which rank 0 runs.
+    """Return the numeric address of `name`, a name or address of this host, where rank 0 runs.
 
-    Unless this is the job's only host (`is_alone`), a name whose address is a loopback address is
-    refused; such an address itself is accepted.
+    Raises
+    ------
+    InvalidArgument
+        If `name` cannot be resolved; or if it is a name with a loopback address, and the job has
+        other hosts (`is_alone` is False). A loopback address given as `name` is accepted.
     """
     try:
         found = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])

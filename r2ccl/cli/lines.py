@@ -145,7 +145,7 @@ def launch_printing(program: Callable[[], _T], nranks: int, **options: Any) -> l
     OSError
         If a rank cannot print because no space is left; see `is_full`.
     Exception
-        As `r2ccl.bootstrap.launch.launch`.
+        If `r2ccl.bootstrap.launch.launch` raises it, for example because a rank failed.
     """
     from r2ccl.bootstrap.launch import launch
 

@@ -176,7 +176,10 @@ class RemoteRanks:
         return answer
 
     async def attend(self) -> None:
-        """Pass output and exit statuses on until the link ends; report ranks that are then lost."""
+        """Pass output and exit statuses on until the link ends.
+
+        Then report the ranks whose exit status has not arrived as lost.
+        """
         assert self._link is not None
         try:
             while True:

@@ -39,8 +39,8 @@ def seconds(text: str) -> float:
 def one_of(names: Sequence[str]) -> Callable[[str], str]:
     """Return a parser of one of `names`.
 
-    For another text it raises argparse.ArgumentTypeError, which suggests the nearest name. Give the
-    argument the same names as ``choices``, too: shells complete them.
+    For any other text, the parser raises argparse.ArgumentTypeError, which suggests the nearest
+    name. Also give the argument these names as ``choices``, so that shells complete them.
     """
 
     def parse(text: str) -> str:

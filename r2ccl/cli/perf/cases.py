@@ -198,8 +198,8 @@ def place(
 ) -> Buffers:
     """Return the arrays of a call on a copy of `data`.
 
-    If there are two and `in_place`, they share memory. `move` brings an array to the memory that is
-    measured, for example to a GPU; it may return its argument.
+    If a rank passes two arrays and `in_place` is True, they share memory. `move` brings an array
+    to the memory that is measured, for example to a GPU; it may return its argument.
     """
     count = case.receives(rank)
     if data is None or count is None or not in_place:

@@ -65,7 +65,7 @@ class Measured(NamedTuple):
 def _registered(
     comm: Communicator, buffers: Sequence[Buffers], options: PerfOptions
 ) -> Iterator[None]:
-    """With ``-R 1``, register the memory of the buffers inside the block."""
+    """Keep the memory of the buffers registered within the ``with`` block, if ``-R`` is 1."""
     with ExitStack() as stack:
         if options.is_registered:
             for x, out in buffers:
@@ -169,7 +169,10 @@ class Measurement:
 
 
 def combine(comm: Communicator, times: Sequence[float], average: int) -> float:
-    """Combine the times of all threads and ranks into the time to report, as ``-a`` says."""
+    """Combine the times of all threads and ranks into the time to report, as ``-a`` says.
+
+    *Collective*: every rank must call it.
+    """
     every = comm.allgather(np.array(times))
     return float((every[0][0], every.mean(), every.min(), every.max())[average])
 

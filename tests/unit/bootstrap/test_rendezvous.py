@@ -342,7 +342,7 @@ def test_a_parent_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatc
         errors = await fail_together(ranks, info_of)
         assert all(isinstance(error, TransportTimeout) for error in errors)
         assert "this rank has not reached rank 4: 127.0.0.1:" in str(errors[5])
-        assert "check filters and routes" in str(errors[5])
+        assert "check firewalls and routes" in str(errors[5])
 
     run(main)
 

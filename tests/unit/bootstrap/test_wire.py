@@ -29,7 +29,7 @@ def test_a_listener_that_never_answers_is_told_from_no_route(
     assert "hangs" in advice
 
     why, advice = dialing.explain_failure(TimeoutError(), target, 0.5)
-    assert (why[-27:], advice) == ("did not answer within 0.5 s", "check filters and routes")
+    assert (why[-27:], advice) == ("did not answer within 0.5 s", "check firewalls and routes")
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
