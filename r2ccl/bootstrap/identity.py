@@ -271,7 +271,12 @@ def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:
     fd = _number(env, LISTEN_FD_VARIABLE)
     try:
         os.set_inheritable(fd, False)
-        listener = socket.socket(fileno=os.dup(fd))
+        copy = os.dup(fd)
+        try:
+            listener = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            raise
         if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             listener.close()
             raise OSError(errno.EINVAL, "not a listening socket")

@@ -10,6 +10,7 @@ import logging
 import selectors
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from r2ccl.errors import InternalError
@@ -77,7 +78,7 @@ class ControlLoop:
 
         Idempotent.
         """
-        if not self.loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: the thread has ended
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(deadline_s)
         if self._thread.is_alive():

@@ -78,7 +78,9 @@ class RankOutput:
         self._unfinished: dict[_Source, bytes] = {}
         try:
             for rank in range(nranks):
-                self.theirs.append([self._pipe(_Source(rank, name)) for name in _STREAMS])
+                self.theirs.append([])
+                for name in _STREAMS:
+                    self.theirs[rank].append(self._pipe(_Source(rank, name)))
         except BaseException:
             self.close_theirs()
             self.close()

@@ -283,13 +283,20 @@ def test_the_launchers_socket_serves_more_than_one_communicator() -> None:
             found.close()
 
 
-@pytest.mark.parametrize("kind", ["closed", "not listening", "no number"])
+@pytest.mark.parametrize("kind", ["closed", "no socket", "not listening", "no number"])
 def test_a_wrong_descriptor_is_refused(kind: str) -> None:
-    with socket.socket() as sock:
-        fd = {"closed": "999999", "not listening": str(sock.fileno()), "no number": "x"}[kind]
+    with socket.socket() as sock, open("/dev/null") as file:
+        fd = {
+            "closed": "999999",
+            "no socket": str(file.fileno()),
+            "not listening": str(sock.fileno()),
+            "no number": "x",
+        }[kind]
         env = {**TORCHRUN, "RANK": "0", "R2CC_SECRET": SECRET, "R2CC_LISTEN_FD": fd}
+        before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(InvalidArgument, match="R2CC_LISTEN_FD"):
             identify(config(env), None, env)
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 # -- MPI --------------------------------------------------------------------------------------

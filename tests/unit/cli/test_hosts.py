@@ -12,9 +12,9 @@ from r2ccl.errors import InvalidArgument
 
 
 def test_hosts_have_slots_users_and_addresses() -> None:
-    assert parse_hosts("a:4, me@b.example-1:2,[fe80::1%eth0]:3,10.0.0.1") == [
+    assert parse_hosts("a:4, deploy-bot@b.example-1:2,[fe80::1%eth0]:3,10.0.0.1") == [
         JobHost("a", 4),
-        JobHost("me@b.example-1", 2),
+        JobHost("deploy-bot@b.example-1", 2),
         JobHost("fe80::1%eth0", 3),
         JobHost("10.0.0.1", 1),
     ]
@@ -24,7 +24,9 @@ def test_a_host_that_is_listed_twice_has_the_slots_of_both() -> None:
     assert parse_hosts("a:2,b,a:3") == [JobHost("a", 5), JobHost("b", 1)]
 
 
-@pytest.mark.parametrize("text", ["", "a,,b", "-oProxyCommand=x:1", "a:x", "a b", "::1:4", "a;b"])
+@pytest.mark.parametrize(
+    "text", ["", "a,,b", "-oProxyCommand=x:1", "-l@a", "a:x", "a b", "::1:4", "a;b"]
+)
 def test_a_malformed_list_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="allowed is NAME or NAME:SLOTS"):
         parse_hosts(text)
