@@ -73,6 +73,8 @@ DEFAULT = Policy()
 class Quarantine:
     """Failback state of one path: in use (initially), or out of use and probed.
 
+    Results of probes that arrive while the path is in use are ignored.
+
     Parameters
     ----------
     now : float

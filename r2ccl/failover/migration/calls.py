@@ -14,7 +14,10 @@ _C = TypeVar("_C")
 
 
 class Calls(Generic[_C]):
-    """Numbered calls of one communicator of this rank; also serves its messages (send and recv).
+    """Calls of one communicator at this rank: their numbers, signatures and consumers.
+
+    The messages of the communicator (send and recv) have an object of their own, in which ``op``
+    and ``signature`` stay 0.
 
     Parameters
     ----------
