@@ -25,8 +25,9 @@ The probed end is kept until the next offer of the same probe arrives: the probe
 its end. Probes have low priority: per tick, at most one offer of a probe is sent, and none while
 paths are being repaired. If a probe cannot be connected (for example because the fabric does not
 connect its two rails), the pauses between the attempts grow to one minute. A pause ends early when
-the prober's port comes up, when a path to the probed rank on one of the two rails comes up, and
-when the probed rank reports that its port came up.
+the prober's port comes up, when a path to the probed rank on one of the two rails comes up, when
+the probed rank reports that its port came up, and when the prober needs a probe within one rail
+(`r2ccl.failover.probes.Probes.on_probed`).
 
 Invariant: this rank has at most one endpoint that is not in use yet per path, and at most one per
 probe and role (prober, probed). An endpoint that does not come into use is closed.
@@ -203,8 +204,8 @@ class Connector:
     def begin(self, key: PathKey, epoch: int) -> None:
         """Begin to connect path `key` in `epoch`.
 
-        The lower rank sends an offer. The higher rank answers one, now or when it arrives. An
-        earlier attempt for the path is cancelled.
+        The lower rank sends an offer. The higher rank answers the offer: now if it has arrived
+        already, else when it arrives. An earlier attempt for the path is cancelled.
         """
         self.cancel(key)
         attempt = self._attempts[key] = _Attempt(epoch)

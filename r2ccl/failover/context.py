@@ -71,7 +71,7 @@ class RankContext(NamedTuple):
 
     @property
     def joined(self) -> list[int]:
-        """RDMA rails: their ends exchange endpoint info, and the transport connects them."""
+        """RDMA rails: the two ends of a path exchange endpoint info, and are joined with it."""
         return [rail for rail in range(self.nrails) if self.transport.joins(rail)]
 
     @property

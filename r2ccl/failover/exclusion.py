@@ -24,7 +24,7 @@ Port: TypeAlias = tuple[int, int]
 
 
 class Declared(NamedTuple):
-    """Ports that are excluded at the start, and entries of ``R2CC_FAILED_NICS`` without a NIC.
+    """Ports that are excluded at the start, and entries of ``R2CC_FAILED_NICS`` without effect.
 
     ``unknown`` has the entries that name no NIC of this job, each written ``host:nic``.
     """
@@ -109,7 +109,7 @@ def ports_of(
 
 
 def describe_nics(info: PeerInfo) -> str:
-    """Return the NICs of a rank, with the rails that they serve, for messages."""
+    """Return a clause for messages: a rank, its host, and its NICs with the rail of each."""
     nics = ", ".join(f"{name} (rail {rail})" for rail, name in enumerate(info.nics))
     return f"rank {info.rank} on {info.hostname} has {nics}"
 

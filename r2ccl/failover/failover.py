@@ -121,8 +121,8 @@ class Failover:
             on_up=self._report_up,
             is_excluded=self._is_excluded,
         )
-        #: Ports that are down and whose idle paths have not been failed yet: rail to (evidence,
-        #: time).
+        #: Ports that are down, with paths that no call waits for and that are still to be failed:
+        #: rail to (evidence, time).
         self._ports_down: dict[int, tuple[str, float]] = {}
         self._watch = Watch(self._config.suspicion_timeout_s)
         self._join_by_s = 0.0
@@ -265,7 +265,10 @@ class Failover:
         return [*self._control.obstacles(peer), *self._connector.obstacles(peer)]
 
     def set_nominal_rate(self, rate: int) -> None:
-        """Set the nominal bandwidth of each rail, in bytes per second; 0 means unknown."""
+        """Set the nominal bandwidth of each rail, in bytes per second; 0 means unknown.
+
+        Do nothing if bandwidth is not measured.
+        """
         if self._balance is not None:
             self._balance.set_nominal_rate(rate)
 
@@ -327,9 +330,10 @@ class Failover:
         self._report_down(self._rank, rail)
 
     def _port_up(self, rail: int) -> None:
-        """Have each path on `rail` that is not up probed soon, by the lower rank of the path.
+        """Handle the report that this rank's port of `rail` came up.
 
-        To be called when this rank's port of `rail` came up.
+        Each path on `rail` that is not up is probed soon, by the lower rank of the path. If no path
+        will show that the port works, report it to the health agreement at once.
         """
         self._ports_down.pop(rail, None)
         for peer in self._links.peers:
@@ -346,7 +350,15 @@ class Failover:
     # Control messages
 
     def on_message(self, peer: int, message: object) -> None:
-        """Pass a control message from `peer` to the part that handles it."""
+        """Pass a control message from `peer` to the part that handles it.
+
+        Once the communicator has ended, only messages about its end are handled.
+
+        Raises
+        ------
+        InternalError
+            If the message breaks the protocol of that part.
+        """
         if isinstance(message, Announcement):
             self.migration.on_announced(peer, message)
             self._end_ports_down(self._clock())
@@ -383,7 +395,7 @@ class Failover:
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
         """End the communicator because the control plane lost `peer`.
 
-        The communicator does not end if the loss is no error, because `peer` was leaving (see
+        Do nothing if `peer` was leaving and has confirmed all slices of this rank (see
         `Revocation.spares`).
 
         Parameters

@@ -149,6 +149,8 @@ class Revocation:
     def give_up(self, error: R2cclError, kind: str = "", peer: int = -1) -> None:
         """End the communicator on this rank with `error`; if `kind` is given, tell all ranks.
 
+        Do nothing if it has ended already.
+
         Parameters
         ----------
         error : R2cclError

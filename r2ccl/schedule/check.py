@@ -7,7 +7,7 @@ unreduced slice per link. Collectives in `r2ccl.schedule.ir.APART` are computed 
 The checks, in this order:
 
 1. Every field is valid.
-2. Every send has a matching receive.
+2. Every send has a matching receive, and every receive a matching send.
 3. There is no deadlock.
 4. Memory is read after it is written and overwritten after it is released, as guaranteed by the
    dependencies of the ops, independent of timing.
@@ -94,7 +94,7 @@ def check_order(schedule: Schedule) -> None:
             if found != expected:
                 raise ScheduleError(
                     f"{schedule.name} combines the data of ranks {found} in this order: a "
-                    "non-commutative operation needs rank order",
+                    "non-commutative operation needs rank order; pass a schedule that keeps it",
                     rank=rank,
                 )
 

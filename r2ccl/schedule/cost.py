@@ -26,8 +26,8 @@ def measure(schedule: Schedule) -> Cost:
     Raises
     ------
     ScheduleError
-        If the number of channels or a field is wrong, a send has no matching receive, or the ops
-        deadlock.
+        If the number of channels or a field is wrong, the sends and receives do not match, or the
+        ops deadlock.
     """
     arrays = as_arrays(schedule)
     check_fields(schedule, arrays)

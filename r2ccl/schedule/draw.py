@@ -112,8 +112,8 @@ def svg(schedule: Schedule, caption: str = "", max_panels: int = DEFAULT_PANELS)
     InvalidArgument
         If `max_panels` is below 1.
     ScheduleError
-        If the number of channels or a field is wrong, a send has no matching receive, or the ops
-        deadlock.
+        If the number of channels or a field is wrong, the sends and receives do not match, or the
+        ops deadlock.
     """
     if max_panels < 1:
         raise InvalidArgument(f"max_panels={max_panels}; give 1 or more")

@@ -261,7 +261,9 @@ def _deadlock(arrays: ScheduleArrays, circle: list[int]) -> ScheduleError:
     names = [_describe(arrays, op) for op in distinct[start:] + distinct[:start]]
     shown = " -> ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return error_at(
-        arrays, min(distinct), f"deadlock, each op waits for the one before it: {shown}"
+        arrays,
+        min(distinct),
+        f"deadlock, each op waits for the one before it, and the first for the last: {shown}",
     )
 
 

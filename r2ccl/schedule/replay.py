@@ -174,7 +174,7 @@ class _Lane:
         )
         if final and not is_due:
             why = (
-                "the chunk was marked before"
+                "an earlier op with is_final has completed the data"
                 if held.is_final
                 else "the chunk is not complete, or the collective has no final op"
             )

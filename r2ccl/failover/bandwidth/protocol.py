@@ -171,9 +171,10 @@ class Balance:
         return self._active_s + max(0.0, now - self._busy_since_s)
 
     def rates(self) -> dict[int, float]:
-        """Return the recent rate of each rail in bytes/s, for display only.
+        """Return the rate of each rail in bytes/s over its last `_COMPARED_S` of busy time.
 
-        Rails that have not been measured recently are left out.
+        Rails without a train in the last `_MEMORY_S` of active time are left out. The result is for
+        display only: the rates are measured at different times, so they cannot be compared.
         """
         found = {}
         for rail in self._meters:
@@ -247,7 +248,10 @@ class Balance:
         return bool(settled)
 
     def _record(self, rail: int, train: Train, active_s: float) -> None:
-        """Divide the bytes and busy time of a train, as if it ended now, among its spells."""
+        """Add the bytes and busy time of a train to the spells that it overlaps.
+
+        The train is taken to end at `active_s`, and each spell gets its part in proportion to time.
+        """
         begun_s = active_s - train.length_s
         first = max(int(begun_s / _SPELL_S), int((active_s - _MEMORY_S) / _SPELL_S), 0)
         for number in range(first, int(active_s / _SPELL_S) + 1):

@@ -92,7 +92,11 @@ class SlowRecords:
         self._said_s: dict[int, float] = {}
 
     def level(self, peer: int, when_s: float) -> int:
-        """Return the level of a record about `peer` at `when_s`: INFO, or DEBUG if too soon."""
+        """Return the level at which the caller now logs a record about `peer`.
+
+        The level is DEBUG if the last INFO record about `peer` is less than `SAY_AGAIN_S` old, else
+        INFO. `when_s` is the time of the record, a clock reading in seconds.
+        """
         if when_s < self._said_s.get(peer, float("-inf")) + SAY_AGAIN_S:
             return logging.DEBUG
         self._said_s[peer] = when_s
@@ -213,7 +217,7 @@ class Diagnosis:
         """Handle the report that this rank's port of `rail` is down.
 
         Add `cause` (``STATUS: detail``) to the diagnoses of all paths on the rail that are not up.
-        These may be diagnoses that run, that have a verdict, or that have not begun yet.
+        This includes diagnoses that have not begun, and those with a verdict, which may change.
         """
         now = self._clock()
         for key in self._paths:
@@ -476,7 +480,7 @@ MAX_SERVED = 64
 #: in user code polls its transport ten times per second.
 _REPLY_S = 0.3
 #: Minimum interval between two INFO records about the same slow or late peer, and time for which a
-#: verdict that names the same part as another one is no warning, in seconds.
+#: verdict on the same part as an earlier one is logged as INFO instead of WARNING, in seconds.
 SAY_AGAIN_S = 60.0
 #: Prefix that `path.announced` gives to the cause of a failure that the peer announced.
 _ECHO = "reported by rank "

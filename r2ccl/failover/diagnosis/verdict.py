@@ -262,7 +262,7 @@ def working(readings: Iterable[Reading]) -> set[Port]:
 
 
 def place(kind: VerdictKind, me: int, path: PathKey, name: Naming) -> str:
-    """Return the name of the part at fault if rank `me` makes a verdict of `kind` on `path`."""
+    """Return the name of the part that a verdict of `kind` by rank `me` on `path` blames."""
     local, remote = name(me, path.rail), name(path.peer, path.rail)
     if kind is VerdictKind.LOCAL_NIC:
         return local

@@ -73,6 +73,8 @@ DEFAULT = Policy()
 class Quarantine:
     """Failback state of one path: in use (initially), or out of use and probed.
 
+    Results of probes that arrive while the path is in use are ignored.
+
     Parameters
     ----------
     now : float
@@ -186,7 +188,7 @@ class Quarantine:
         self._put_off(now)
 
     def unasked(self, now: float) -> None:
-        """Record that a probe could not be sent, which proves nothing; retry after a pause."""
+        """Record a probe that proved nothing, because it could not be made; pause as in `bad`."""
         if self.is_in_use:
             return
         self._asked = False
@@ -201,7 +203,7 @@ class Quarantine:
         return not self.is_in_use and self._ngood >= policy.nprobes and is_fresh and is_served
 
     def returned(self, now: float) -> None:
-        """Record that the path is in use again; `may_return` need not have allowed it."""
+        """Record that the path is in use again, whether or not `may_return` allowed it."""
         if self.is_in_use:
             return
         self.is_in_use = True

@@ -9,8 +9,8 @@ Only one thread may use a `HealthAgreement` at a time; any thread may read ``kno
 this rank reported down stays down until this rank reports it up. An excluded rail of this rank
 counts as reported down, so after the exclusion ends it is down until this rank reports it up.
 
-Invariant: a rank whose own port of a rail is reported down reports no other port of that rail. It
-cannot observe that such a port works again, so its report would stay for ever.
+Invariant: while a rank reports its own port of a rail down, it reports no other port of that rail.
+It could not observe that such a port works again, so its report would stay for ever.
 """
 
 from __future__ import annotations

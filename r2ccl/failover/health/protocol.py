@@ -104,7 +104,10 @@ class HealthKnown(msgspec.Struct, frozen=True):
 
 
 class HealthAgreed(msgspec.Struct, frozen=True):
-    """Action: plan with `version` from collective `first_op` on; collectives may start again."""
+    """Action: record that all ranks plan with `version` from collective `first_op` on.
+
+    Collectives that had to wait for this agreement may start.
+    """
 
     version: int
     first_op: int
@@ -203,8 +206,8 @@ class Agreement:
         """Health of all collectives until the next event; None: call `start` for each.
 
         An event is a call of `report`, `adopt`, `exclude`, `on_message`, `tick` or `peer_lost`.
-        Collectives planned with it need no `start`, but must be counted with `skip_to` before that
-        event.
+        Collectives planned with this health need no `start`; instead, call `skip_to` with the
+        number of the last one before the next event.
         """
         return self._member.steady if self.lost is None else None
 

@@ -1,10 +1,11 @@
 """Health: the table of rail bandwidths that planners read, and how reports are merged into it.
 
 A *share* is the bandwidth that one rail of one rank has left, in sixteenths of the full rate: 0 is
-down, `WHOLE` is the full rate. The full rate is that of the rank's best rail, unless all its rails
-are slow (`r2ccl.failover.bandwidth.protocol`). Shares are coarse on purpose: measurement noise must
-not cause a new plan. Ranks that plan from equal tables build equal schedules. The code that
-measures a share decides when a change is large enough to report; this table keeps no history.
+down, `WHOLE` is the full rate. The full rate is the rate of the rank's best rail or, if all its
+rails are slow and the nominal rate is known, the nominal rate
+(`r2ccl.failover.bandwidth.protocol`). Shares are coarse on purpose: measurement noise must not
+cause a new plan. Ranks that plan from equal tables build equal schedules. The code that measures a
+share decides when a change is large enough to report; this table keeps no history.
 
 An *excluded* rail of a rank is one that an operator has taken out of use (``R2CC_FAILED_NICS``,
 `Communicator.exclude`). Its share is 0 whatever is reported, and its paths are not connected.
@@ -211,8 +212,9 @@ class Findings:
     `WHOLE` in the initial table count as reported by the rank that owns the rail.
 
     A rank measures an edge, which consists of its own port and the port it sends to; the slower
-    port limits the edge. In a ring, both edges at a slow port are slow. If the edge of the next
-    rank is slow too, the share of a port is therefore the highest share of its edges::
+    port limits the edge. In a ring, both edges at a slow port are slow. If an edge is slow, and so
+    is the edge that leaves the port it leads to, the sending port therefore gets the share of the
+    faster of its own two edges::
 
         edge       0 -> 1   1 -> 2   2 -> 3   3 -> 0
         measured     16        4        4       16

@@ -95,9 +95,9 @@ class Bypasses:
             self._control.accept_path(peer, BYPASS, 0)
 
     def connecting(self, peer: int) -> None:
-        """Let the next round begin in `PATIENCE_S`: the paths on rails to `peer` begin to connect.
+        """Let no round begin for `PATIENCE_S`, because the paths on rails to `peer` are connecting.
 
-        Do nothing if no home rail can be up at both ranks, as far as known.
+        Do nothing if, as far as known, no home rail is up at both ranks.
         """
         if any(self._share(self._rank, at) and self._share(peer, at) for at in self._homes):
             self._due_s[peer] = self._clock() + PATIENCE_S

@@ -14,7 +14,10 @@ _C = TypeVar("_C")
 
 
 class Calls(Generic[_C]):
-    """Numbered calls of one communicator of this rank; also serves its messages (send and recv).
+    """Calls of one communicator at this rank: their numbers, signatures and consumers.
+
+    The messages of the communicator (send and recv) have an object of their own, in which ``op``
+    and ``signature`` stay 0.
 
     Parameters
     ----------
@@ -77,7 +80,10 @@ class Calls(Generic[_C]):
         self._drop_old_signatures()
 
     def repeat_to(self, op: int, signature_of: Callable[[int], int]) -> None:
-        """Count the calls up to number `op`; ``signature_of(number)`` returns their signatures."""
+        """Count the calls up to number `op`, which compiled code has made without this object.
+
+        ``signature_of(number)`` returns the packed signature of one of them.
+        """
         for number in range(max(self.op, op - HISTORY) + 1, op + 1):
             self.signatures[number] = self.signature = signature_of(number)
         self.op = op

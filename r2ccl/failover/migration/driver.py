@@ -479,7 +479,11 @@ class Migration:
         )  # fmt: skip
 
     def _redial(self, path: Path) -> None:
-        """Accept the next connection (higher rank), or pass the path to failback (lower rank)."""
+        """Prepare the next connection of a path that is fenced at both ends.
+
+        The higher rank accepts a connection; the lower rank passes a path on a rail to failback. A
+        path that is closed as idle waits for `reopen`.
+        """
         peer = path.key.peer
         is_closed = peer not in self._links.connected or peer in self._reopening
         if path.is_idle and is_closed:
@@ -525,7 +529,10 @@ class Migration:
             self._control.accept_path(peer, rail, epoch)
 
     def _use(self, path: Path) -> None:
-        """Use a path that came up, and return the channels to their home rails."""
+        """Tell all parts that a path came up, and move the channels to its peer back home.
+
+        See `Routes.go_home`.
+        """
         peer = path.key.peer
         self.cut_off.discard(peer)
         self.cut_off_since[peer] = path.since_s = self._clock()

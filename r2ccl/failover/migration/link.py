@@ -70,8 +70,9 @@ class Slice:
     """One posted slice.
 
     ``view`` is the payload. ``op`` and ``signature`` are the number and the packed signature of the
-    current call, from `Calls`. ``owner`` is the `Consumer` that posted the slice. ``index`` is the
-    number of the send op that the slice belongs to; 0 for a message, which has no ops.
+    call that the slice belongs to; both are 0 for a message. ``owner`` is the `Consumer` that
+    posted the slice. ``index`` is the number of the send op that the slice belongs to; 0 for a
+    message, which has no ops.
     """
 
     __slots__ = (
@@ -314,9 +315,10 @@ class Landing:
     """Posted receive of one slice.
 
     ``region`` is the landing place; None for an eager slice, whose payload arrives in a buffer of
-    the transport. ``op`` and ``signature`` are the number and the packed signature of the current
-    call, from `Calls`. ``owner`` is the `Consumer` that posted the receive. ``index`` is the number
-    of the receive op that the slice belongs to or, for a message, a number that ``owner`` defines.
+    the transport. ``op`` and ``signature`` are the number and the packed signature of the call that
+    the slice belongs to; both are 0 for a message. ``owner`` is the `Consumer` that posted the
+    receive. ``index`` is the number of the receive op that the slice belongs to or, for a message,
+    a number that ``owner`` defines.
     """
 
     __slots__ = (

@@ -3,7 +3,7 @@
 The executor posts slices and landing places here, the data loop passes on slices that arrive, and
 migration resumes links on other paths. `Links` also keeps the `Calls` of every communicator (every
 frame carries the number and signature of its call), and passes the times of slices to the bandwidth
-measurement. Only the thread that owns the data loop may modify it.
+measurement. Only the thread that owns the data loop may modify a `Links`.
 
 Invariant: a view given to the transport stays referenced by its link until the slice is released.
 """
@@ -446,7 +446,10 @@ class Links:
         self._transport.isend(key, frame, item.view, token, is_replay=is_replay)
 
     def name(self, link: RecvLink, landing: Landing) -> None:
-        """Post a landing place with the transport, which announces it to the peer."""
+        """Pass a landing place to the transport, which announces it to the peer.
+
+        The announcement also confirms the consumed slices of the link.
+        """
         assert landing.path is not None
         assert landing.region is not None
         link.acked = link.consumed

@@ -26,7 +26,7 @@ closes the path because it is idle, with the same exchange as after a failure.
     DOWN     OPENED    -> UP       use
     DOWN     ANNOUNCED -> DOWN     announce, resume, redial
                                    this end was not open in the epoch
-    DOWN     CLOSED    -> FENCED   announce         no connection of this epoch is used later
+    DOWN     CLOSED    -> FENCED   announce         connections of this epoch are refused
 
 An announcement that arrives while this end is FENCING is kept until the fence is done. The lower
 rank's announcement also proposes a new rail for every channel without a route, if a path is up. The

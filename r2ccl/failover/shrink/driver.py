@@ -346,7 +346,7 @@ class _Regrouping(Generic[_S]):
         self._succession = Succession(self._control, self._excluded)
         self._control.broadcast(self._table.tell(self._succession.peer_info))
         _log.info(
-            "rank %d: shrinking without ranks %s, attempt %d",
+            "rank %d: shrink() proposes that these ranks are gone: %s; attempt %d",
             self._control.rank, self._gone(), self._table.attempt + 1,
         )  # fmt: skip
 
