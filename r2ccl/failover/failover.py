@@ -543,11 +543,11 @@ class Failover:
         for rank, rail in sorted(excluded):
             _log.warning("rank %d: rail %d of rank %d is excluded", self._rank, rail, rank)
             self.migration.exclude(rank, rail)
-            for key in filter(self._is_excluded, self._links.on_rails):
-                if self.diagnosis is not None:
-                    self.diagnosis.withdrawn(key)
             if rank == self._rank:
                 self.agreement.report_down(rank, rail)
+        if excluded and self.diagnosis is not None:
+            for key in filter(self._is_excluded, self._links.on_rails):
+                self.diagnosis.withdrawn(key)
         for rank, rail in sorted(included):
             _log.warning("rank %d: rail %d of rank %d is included again", self._rank, rail, rank)
             peers = sorted(self._links.peers)
