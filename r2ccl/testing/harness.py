@@ -133,12 +133,15 @@ class RankRunner:
         timeout_s: float = 60.0,
         env: Mapping[str, str] | None = None,
     ) -> list[_Result]:
-        """Run `fn` as `r2ccl.launch` does and return its results, by rank.
+        """Run `fn` on `nranks` ranks with `r2ccl.launch`, and return its results, by rank.
+
+        `timeout_s` and `env` are the parameters of `r2ccl.launch`.
 
         Raises
         ------
         Exception
-            As for `r2ccl.launch`.
+            The first exception of a rank, or another error of `r2ccl.launch`, such as
+            `TransportTimeout`.
         AssertionError
             If a failure that `r2ccl_fail_at` requested did not happen.
         """

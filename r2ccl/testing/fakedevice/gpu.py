@@ -101,7 +101,10 @@ class FakeGpu:
         self._nics: dict[int, int] = {}
 
     def beside(self, **options: Any) -> FakeGpu:
-        """Return another card of the same machine; `options` are parameters of the class.
+        """Return another card of the same machine.
+
+        `options` are parameters of the class. The new card uses the board of this card, so `board`
+        is not allowed, and `seed`, `are_hosts_one` and `clock` have no effect.
 
         A process that uses both cards has one `FakeDevice` on each, with the same name. After
         `FakeDevice.reach`, work of one device can use memory of the other card.

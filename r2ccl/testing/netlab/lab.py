@@ -304,7 +304,7 @@ class Lab:
         is_interactive: bool,
     ) -> LabJob:
         if self._job is not None:
-            raise InvalidArgument("a job is running in this lab; close it first")
+            raise InvalidArgument("a job is running in this lab; close the job first")
         check_argv(argv)
         with contextlib.ExitStack() as on_failure:
             run = self._prepare(plan) if plan is not None else None

@@ -129,8 +129,9 @@ class LabJob:
         return self._watch(timeout_s, sink)
 
     def close(self) -> None:
-        """Send SIGTERM, then SIGKILL, to ranks that still run, and close the pipes of all ranks.
+        """End the ranks that still run, and close the pipes of all ranks.
 
+        Each of these ranks gets SIGTERM and, if it still runs after `TERM_GRACE_S`, SIGKILL.
         A second call does nothing.
 
         Raises

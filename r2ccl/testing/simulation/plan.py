@@ -117,7 +117,7 @@ class CutPath(msgspec.Struct, frozen=True):
         Number of pieces in flight in each direction that still land. A piece is half of a cleared
         slice, or another message.
     late_us : int
-        Least time from the cut until these pieces land.
+        Least time from the cut until the pieces that `keep` counts land.
     is_stall : bool
         True if the messages in flight wait and continue after the repair; False if the connection
         is lost. See `r2ccl.testing.simulation.wire.Cut`.
