@@ -268,7 +268,7 @@ class FakeDevice(FakeProcess):
             self._board.remove_stream(found)
 
     def is_capturing(self, stream: Stream) -> bool:
-        """Implement `Device.is_capturing`; see `capture`."""
+        """Implement `Device.is_capturing`; a test begins and ends a capture with `capture`."""
         with self._called("is_capturing"):
             return stream in self._capturing
 

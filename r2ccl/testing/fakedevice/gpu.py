@@ -30,7 +30,8 @@ class FakeGpu:
         process learns of the steps of other processes only by `FakeDevice.tell` and `hear`, or from
         its own work that waited for their words.
     uuid, bus_id : bytes and str, optional
-        Identifiers as in `Device`; by default made from the card's number.
+        Unique identifier of 16 bytes, and PCI bus ID such as ``0000:1b:00.0``. By default both
+        contain the card's number.
     capability : tuple of int
         Compute capability: major and minor version.
     nsms : int

@@ -230,7 +230,8 @@ class Lab:
         Raises
         ------
         InvalidArgument
-            As in `run`.
+            If `argv` is a text, the plan does not fit the lab, some of its faults have fired
+            before, or a job is running.
         LabError
             If the thread that applies the faults does not answer in time.
         """

@@ -112,7 +112,7 @@ class LabJob:
         Raises
         ------
         LabError
-            As for `close`.
+            If a process does not end in time after SIGKILL.
         """
         return self._watch(timeout_s, None)
 
@@ -124,7 +124,7 @@ class LabJob:
         Raises
         ------
         LabError
-            As for `close`.
+            If a process does not end in time after SIGKILL.
         """
         return self._watch(timeout_s, sink)
 

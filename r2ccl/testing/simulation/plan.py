@@ -80,7 +80,7 @@ class Workload(msgspec.Struct, frozen=True):
     excluded : tuple of (int, int)
         (rank, rail) of the NICs that are excluded from the start.
     nodes : tuple of int
-        Number of the node of every rank, as in `r2ccl.failover.context.RankContext`.
+        Number of the node of every rank; empty if there is one node, or one rank per node.
     """
 
     nranks: int = 3
