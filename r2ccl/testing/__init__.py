@@ -1,9 +1,9 @@
 """Public test tools: fault plans, emulated and simulated networks, and checks of transports.
 
-This package exports fault plans. Import the other tools by name, so that a rank that only reports
-faults does not load them: `netlab` (a cluster of network namespaces on one machine), `rdmalab` (a
-virtual machine with RDMA devices), `simulation` (many ranks in one thread), `fakedevice` (a fake
-GPU), and `contract` (checks for any transport).
+The package itself exports only fault plans, so that a rank that reports faults loads nothing else.
+Import the other tools from their modules: `netlab` (a cluster of network namespaces on one
+machine), `rdmalab` (a virtual machine with RDMA devices), `simulation` (many ranks in one thread),
+`fakedevice` (a fake GPU), and `contract` and `probecontract` (checks for any transport).
 """
 
 from r2ccl.testing.fault_plan import FaultPlan, fail_at, reporter_from_env

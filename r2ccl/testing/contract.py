@@ -108,7 +108,8 @@ class Side:
     def want(self, seq: int, region: bytearray, ack: int = 0) -> None:
         """Announce `region` as landing place of slice `seq` of channel 3, and flush.
 
-        `ack` has its meaning in `Transport.irecv`.
+        If `ack` is above 0, the transport may itself confirm the peer's slices below `ack` as soon
+        as it is certain that this slice will land.
         """
         self.transport.irecv(self.path, Frame(3, seq, 2, 5, 77), memoryview(region), ack)
         self.transport.flush()
@@ -175,11 +176,11 @@ class JoinedPair:
 
 
 class Talker:
-    """A side that keeps its send queue full of eager slices.
+    """Sender of eager slices that keeps the send queue of one side full.
 
     The constructor queues 40 slices. Each call of `turn` queues one more if slices arrived in the
-    turn before, up to 100 in total. The transport must therefore deliver its credits or
-    acknowledgments to the peer although its queue of slices is full.
+    turn before, up to 100 in total. The transport must therefore deliver credits or acknowledgments
+    to the peer while the queue of slices is full.
     """
 
     _AT_ONCE = 40

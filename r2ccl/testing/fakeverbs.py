@@ -29,7 +29,7 @@ _IN_INIT, _RC = 1, 2
 
 
 class FakeNic:
-    """Open device context with a protection domain and a completion queue.
+    """Fake of an open device context with a protection domain and a completion queue.
 
     Parameters
     ----------

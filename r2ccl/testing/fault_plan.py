@@ -58,7 +58,8 @@ class FaultPlan:
         for fault in self.faults:
             if not isinstance(fault, Fault):
                 raise InvalidArgument(
-                    f"fault plan: {fault!r} is no Fault; Fault.parse makes one of a text"
+                    f"fault plan: {fault!r} is not a Fault; make one with Fault(...) or, from "
+                    "text, with Fault.parse"
                 )
             if fault.at_s is None and fault.at_op is None:
                 raise InvalidArgument(
@@ -239,11 +240,12 @@ def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
 
 
 def wrap_by_env(inner: Transport, rank: int) -> ReportingTransport:
-    """Return a wrapper of `inner` that applies the faults of the plan that the environment names.
+    """Return a wrapper of `inner` that triggers this rank's faults of the plan in the environment.
 
     `r2ccl.init` calls this function if the variable ``R2CC_TRANSPORT_WRAPPER`` is
     ``r2ccl.testing.fault_plan:wrap_by_env``. ``R2CC_FAULT_PLAN`` is the file of the plan; without
-    it there are no faults. The rank is read from ``RANK``; `rank` is not used.
+    it there are no faults. The lab that listens on ``R2CC_FAULT_SOCKET`` applies the faults or, if
+    that variable is not set, the wrapper does. The rank is read from ``RANK``; `rank` is not used.
 
     Raises
     ------

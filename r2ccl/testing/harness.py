@@ -133,12 +133,15 @@ class RankRunner:
         timeout_s: float = 60.0,
         env: Mapping[str, str] | None = None,
     ) -> list[_Result]:
-        """Run `fn` as `r2ccl.launch` does and return its results, by rank.
+        """Run `fn` on `nranks` ranks with `r2ccl.launch`, and return its results, by rank.
+
+        `timeout_s` and `env` are the parameters of `r2ccl.launch`.
 
         Raises
         ------
         Exception
-            As for `r2ccl.launch`.
+            The first exception of a rank, or another error of `r2ccl.launch`, such as
+            `TransportTimeout`.
         AssertionError
             If a failure that `r2ccl_fail_at` requested did not happen.
         """
@@ -182,8 +185,10 @@ def run_in_netlab(
         The program and its arguments, such as ``[sys.executable, "train.py"]``.
     faults : sequence of str or Fault
         Faults to inject. `Fault.parse` parses texts, such as ``"nic_down:node=1,rail=0,at_op=3"``.
-    env, timeout_s
-        As in `Lab.run`.
+    env : mapping, optional
+        Environment variables of the ranks; they override those of this process and of the lab.
+    timeout_s : float
+        Seconds after which ranks that still run are ended, and the run fails.
     **shape
         Fields of `LabShape`: ``nodes``, ``rails``, ``rate``, ``ranks_per_node`` ...
 
@@ -199,7 +204,7 @@ def run_in_netlab(
     InvalidArgument
         If `argv` is a text, or a fault or the shape is wrong.
     LabError
-        As for `Lab` and `Lab.run`.
+        If the lab cannot be built, a fault cannot be applied or undone, or a rank cannot be ended.
     """
     check_argv(argv)
     plan = FaultPlan(Fault.parse(each) if isinstance(each, str) else each for each in faults)

@@ -1,4 +1,4 @@
-"""Fake GPU in host memory: implements `Device` for tests; raises an error on unordered accesses.
+"""Fake GPU in host memory, for tests: it implements `Device` and detects unordered accesses.
 
 A `FakeGpu` is the GPU, also called the card; a `FakeDevice` is one process on it. Several devices,
 in threads or used in turn, act as several ranks on one GPU, which exchange handles of memory. A

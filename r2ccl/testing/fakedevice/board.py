@@ -143,7 +143,9 @@ class Board:
         """
         with self._changed:
             if (card, name) in self._names:
-                raise Misuse.of(f"two processes with the name {name} open the same GPU")
+                raise Misuse.of(
+                    f"two processes with the name {name} open the same GPU: give each another name"
+                )
             self._names.add((card, name))
             if name not in self._hosts:
                 one = next(iter(self._hosts.values()), None) if self._are_hosts_one else None
@@ -287,7 +289,15 @@ class Board:
             pass
 
     def step(self) -> bool:
-        """Run one operation that is ready; return False if no operation is ready."""
+        """Run one ready operation, chosen at random; return False if no operation is ready.
+
+        The caller must hold the lock (`entered`).
+
+        Raises
+        ------
+        WrongOrder
+            If an access of the operation is wrong.
+        """
         ready = [each for each in self._streams if each.queue and each.queue[0].is_ready()]
         if not ready:
             return False

@@ -222,7 +222,7 @@ class FakeDevice(FakeProcess):
             if span.owner == self._name:
                 raise refusal("map", "CUDA_ERROR_INVALID_CONTEXT")
             if any(each.source is span for each in self._board.space.of(self._name)):
-                raise Misuse.of(f"{self._name} has mapped {span} already")
+                raise Misuse.of(f"{self._name} has mapped {span} already: unmap it first")
             return self._board.space.map(self._name, self._card, span).address
 
     def unmap(self, address: int) -> None:
@@ -268,7 +268,7 @@ class FakeDevice(FakeProcess):
             self._board.remove_stream(found)
 
     def is_capturing(self, stream: Stream) -> bool:
-        """Implement `Device.is_capturing`; see `capture`."""
+        """Implement `Device.is_capturing`; a test begins and ends a capture with `capture`."""
         with self._called("is_capturing"):
             return stream in self._capturing
 
@@ -410,7 +410,7 @@ class FakeDevice(FakeProcess):
             if entry.encode() not in ptx:
                 raise refusal("load", "CUDA_ERROR_NOT_FOUND")
             if entry not in self.kernels:
-                raise Misuse.of(f"`kernels` has no fake for {entry}")
+                raise Misuse.of(f"`kernels` has no {entry}: add a FakeKernel for it before `load`")
             handle = self._board.new_handle()
             self._kernels[handle] = (entry, self.kernels[entry])
             return Kernel(handle)

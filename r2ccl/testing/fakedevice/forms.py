@@ -1,4 +1,4 @@
-"""The library's reduction kernels for the fake GPU, computed by the host's NumPy kernels.
+"""Fakes of the library's GPU kernels; the kernels for the host (`r2ccl.kernels`) do the arithmetic.
 
 A kernel whose arguments are the addresses of its operands declares the memory that it touches. A
 kernel that reads these addresses from a table cannot declare its memory, because the host may fill
@@ -33,7 +33,7 @@ class FakeLauncher(Launcher):
     ----------
     device : FakeDevice
     is_wide : bool
-        As in `Launcher`.
+        True if launches from a table combine float16 and bfloat16 in float32, and round once.
     """
 
     def __init__(self, device: FakeDevice, *, is_wide: bool = False) -> None:

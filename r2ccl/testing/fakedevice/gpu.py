@@ -30,7 +30,8 @@ class FakeGpu:
         process learns of the steps of other processes only by `FakeDevice.tell` and `hear`, or from
         its own work that waited for their words.
     uuid, bus_id : bytes and str, optional
-        Identifiers as in `Device`; by default made from the card's number.
+        Unique identifier of 16 bytes, and PCI bus ID such as ``0000:1b:00.0``. By default both
+        contain the card's number.
     capability : tuple of int
         Compute capability: major and minor version.
     nsms : int
@@ -101,7 +102,10 @@ class FakeGpu:
         self._nics: dict[int, int] = {}
 
     def beside(self, **options: Any) -> FakeGpu:
-        """Return another card of the same machine; `options` are parameters of the class.
+        """Return another card of the same machine.
+
+        `options` are parameters of the class. The new card uses the board of this card, so `board`
+        is not allowed, and `seed`, `are_hosts_one` and `clock` have no effect.
 
         A process that uses both cards has one `FakeDevice` on each, with the same name. After
         `FakeDevice.reach`, work of one device can use memory of the other card.

@@ -212,7 +212,10 @@ class AddressSpace:
         return self._add(owner, card, MemoryKind.REGISTERED, address, flat, shadow, position)
 
     def map(self, owner: str, card: int, source: Span) -> Span:
-        """Map device memory of another process: reserve an address for `card` in `owner`."""
+        """Map `source`, device memory of another process, at a new address of process `owner`.
+
+        Work on `card` can use the address.
+        """
         address = self._reserve(source.nbytes)
         span = self._add(
             owner, card, MemoryKind.MAPPED, address, source.memory, source.shadow, source.position

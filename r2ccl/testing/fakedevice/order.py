@@ -58,7 +58,7 @@ class StillInUse(WrongOrder):
 
 
 class WouldHang(WrongOrder):
-    """Error raised when a call waits too long for work; a call of a real driver would hang."""
+    """Error raised when a call waits too long for work; on a real GPU it would never return."""
 
     @classmethod
     def by(cls, what: str, waiting: str) -> WouldHang:

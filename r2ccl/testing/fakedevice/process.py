@@ -126,7 +126,10 @@ class FakeProcess:
         self._board.remove(span, doing)
 
     def _settle(self, is_over: Callable[[], bool]) -> None:
-        """Wait until `is_over()` is true, for at most `timeout_s`; do nothing if `is_strict`."""
+        """Unless `is_strict`, wait until `is_over()` is true, for at most `timeout_s`.
+
+        After a wait that succeeded, the host knows of all work of this device that has run.
+        """
         if not self._is_strict and self._board.wait_until(is_over, self._timeout_s):
             self._board.learn_all(self._host, self._name, self._card)
 
@@ -219,7 +222,7 @@ class FakeProcess:
         return place
 
     def tell(self) -> Clock:
-        """Return the host's clock, for `hear` in a process that receives a message of this one."""
+        """Return the host's clock, to be sent with a message; its receiver passes it to `hear`."""
         with self._called("tell"):
             return self._host.release()
 

@@ -126,7 +126,10 @@ class FakeOperation:
         return self.is_ready()
 
     def learn(self, clock: Clock) -> None:
-        """Merge the clocks of all that the operation waited for into the stream's `clock`."""
+        """Merge into the stream's `clock` the host's clock when the operation was enqueued.
+
+        A wait also merges the clock of the record or word that it waited for.
+        """
         join(clock, self.clock)
 
     def touch(self, stamp: Stamp, clock: Clock) -> None:

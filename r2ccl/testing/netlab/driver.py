@@ -146,7 +146,10 @@ class Driver:
         self._thread.start()
 
     def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Schedule `action` to run in the driver's thread after `delay_s` seconds."""
+        """Schedule `action` to run in the driver's thread after `delay_s` seconds.
+
+        Any thread may call this, until `close`.
+        """
         with self._lock:
             heapq.heappush(self._entries, _Entry(monotonic() + delay_s, next(self._order), action))
         self._wake_write.send(b"\0")

@@ -230,7 +230,8 @@ class Lab:
         Raises
         ------
         InvalidArgument
-            As in `run`.
+            If `argv` is a text, the plan does not fit the lab, some of its faults have fired
+            before, or a job is running.
         LabError
             If the thread that applies the faults does not answer in time.
         """
@@ -304,7 +305,7 @@ class Lab:
         is_interactive: bool,
     ) -> LabJob:
         if self._job is not None:
-            raise InvalidArgument("a job is running in this lab; close it first")
+            raise InvalidArgument("a job is running in this lab; close the job first")
         check_argv(argv)
         with contextlib.ExitStack() as on_failure:
             run = self._prepare(plan) if plan is not None else None

@@ -58,7 +58,7 @@ def unavailable_reason() -> str | None:
 
 
 def ensure_privileged() -> None:
-    """Restart the running command in a user namespace if a lab needs a user namespace.
+    """Restart the running command as root of a user namespace if this process cannot build a lab.
 
     Do nothing if this process can build a lab, or was restarted already. Otherwise start a probe
     process, which builds a lab in new user, network and mount namespaces. Then replace this process

@@ -112,7 +112,7 @@ class LabJob:
         Raises
         ------
         LabError
-            As for `close`.
+            If a process does not end in time after SIGKILL.
         """
         return self._watch(timeout_s, None)
 
@@ -124,13 +124,14 @@ class LabJob:
         Raises
         ------
         LabError
-            As for `close`.
+            If a process does not end in time after SIGKILL.
         """
         return self._watch(timeout_s, sink)
 
     def close(self) -> None:
-        """Send SIGTERM, then SIGKILL, to ranks that still run, and close the pipes of all ranks.
+        """End the ranks that still run, and close the pipes of all ranks.
 
+        Each of these ranks gets SIGTERM and, if it still runs after `TERM_GRACE_S`, SIGKILL.
         A second call does nothing.
 
         Raises

@@ -150,7 +150,7 @@ def device_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]
 
 
 def sysctls(shape: MachineShape) -> dict[str, str]:
-    """Return the kernel settings with which the NICs of one machine communicate.
+    """Return the kernel settings that let the NICs of one machine send to each other.
 
     The keys are paths under ``/proc/sys``.
     """

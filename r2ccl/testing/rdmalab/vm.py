@@ -54,7 +54,7 @@ _BOOTED, _READY, _STATUS = "booted", "ready", "status"
 
 
 class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """Size of the virtual machine.
+    """Number of CPUs and size of memory of the virtual machine, and its use of KVM.
 
     Parameters
     ----------

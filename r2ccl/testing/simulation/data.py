@@ -92,7 +92,7 @@ def parts_of(schedule: Schedule, count: int, sizes: Sequence[int]) -> tuple[Rang
 
 
 def part(schedule: Schedule, rank: int, count: int, sizes: Sequence[int] = ()) -> slice:
-    """Return the slice of a rank's output, in elements, that the collective defines.
+    """Return the range of elements of a rank's output whose content the collective defines.
 
     The rest of the output may have any content.
     """

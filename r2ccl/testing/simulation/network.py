@@ -160,10 +160,11 @@ class SimNetwork:
     # Cuts and repairs
 
     def cut(self, wire: Wire, cut: Cut) -> None:
-        """Break `wire` as `cut` describes; messages sent later do not arrive before its repair.
+        """Break `wire` as `cut` describes, and the bypasses over it.
 
-        The bypasses over the wire break too. If the wire is broken already, the pieces that an
-        earlier cut kept in flight still arrive.
+        If ``cut.is_stall``, messages sent later wait for the repair of the wire; otherwise the
+        connection is lost, and messages sent later on it never arrive. If the wire is broken
+        already, the pieces that an earlier cut kept in flight still arrive.
         """
         self.note("cut", wire.pair, wire.rail)
         was_up = wire.is_up

@@ -80,7 +80,7 @@ class Workload(msgspec.Struct, frozen=True):
     excluded : tuple of (int, int)
         (rank, rail) of the NICs that are excluded from the start.
     nodes : tuple of int
-        Number of the node of every rank, as in `r2ccl.failover.context.RankContext`.
+        Number of the node of every rank; empty if there is one node, or one rank per node.
     """
 
     nranks: int = 3
@@ -117,7 +117,7 @@ class CutPath(msgspec.Struct, frozen=True):
         Number of pieces in flight in each direction that still land. A piece is half of a cleared
         slice, or another message.
     late_us : int
-        Least time from the cut until these pieces land.
+        Least time from the cut until the pieces that `keep` counts land.
     is_stall : bool
         True if the messages in flight wait and continue after the repair; False if the connection
         is lost. See `r2ccl.testing.simulation.wire.Cut`.

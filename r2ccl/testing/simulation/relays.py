@@ -45,8 +45,8 @@ class SimPart(SimTransport):
 class CheckedRelay(Relay):
     """`Relay` on a fake GPU that detects writes into free slots.
 
-    Only every `nth_look`-th call of `collect` returns finished copies, as if the data loop were
-    busy. The `nslots` slots, each of `slot_nbytes` bytes, are allocated on `device`.
+    Only every `nth_look`-th call of `collect` returns slots whose copies are finished, as if the
+    data loop were busy. The `nslots` slots, each of `slot_nbytes` bytes, are allocated on `device`.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ class Cut(msgspec.Struct, frozen=True):
         slice, or another message. The pieces after them are lost, or wait for a repair if
         `is_stall`, so an odd number can leave half a slice written.
     late_s : float
-        Least time in seconds from the cut to the arrival of these pieces.
+        Least time in seconds from the cut to the arrival of the pieces that `keep` counts.
     is_stall : bool
         True if the messages in flight wait and continue after a repair, as with TCP. False if the
         connection is lost, as with verbs; an end with unacknowledged messages then reports the

@@ -479,7 +479,7 @@ def misuses(b: Bench) -> dict[str, Callable[[], object]]:
         "is pinned already": lambda: device.pin(pages),
         "to pin are not whole pages": lambda: device.pin(words[1:]),
         "is not a stream made by rank 0": lambda: device.destroy_stream(Stream(1)),
-        "`kernels` has no fake for scale": lambda: device.load(b"scale", "scale"),
+        "`kernels` has no scale: add a FakeKernel": lambda: device.load(b"scale", "scale"),
         "argument -1 does not fit c_ulong": lambda: device.launch(
             kernel, 1, 1, b.first, [(-1, ctypes.c_uint64)]
         ),
