@@ -418,8 +418,11 @@ def installed(fabric: FakeFabric) -> Iterator[SimpleNamespace]:
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(held)
-        for name, module in shown.items():
-            setattr(package, name, module)
+        for name in _IMPORTERS:
+            if name in shown:
+                setattr(package, name, shown[name])
+            elif hasattr(package, name):
+                delattr(package, name)
 
 
 def _modules(fabric: FakeFabric) -> dict[str, ModuleType]:

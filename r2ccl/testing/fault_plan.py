@@ -8,6 +8,7 @@ and processes; without a netlab, each rank breaks its own connections.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -254,11 +255,16 @@ def wrap_by_env(inner: Transport, rank: int) -> ReportingTransport:
     """
     from r2ccl.testing.reporting import ReportingTransport
 
-    return ReportingTransport(inner, lambda cut: reporter_from_env(os.environ, apply=cut))
+    return ReportingTransport(
+        inner, lambda cut: reporter_from_env(os.environ, apply=cut, nrails=inner.nrails)
+    )
 
 
 def reporter_from_env(
-    env: Mapping[str, str], *, apply: Callable[[Due], None] | None = None
+    env: Mapping[str, str],
+    *,
+    apply: Callable[[Due], None] | None = None,
+    nrails: int | None = None,
 ) -> FaultReporter | None:
     """Return the reporter of this process for the plan that the environment names.
 
@@ -269,6 +275,8 @@ def reporter_from_env(
         ``R2CC_FAULT_SOCKET`` is set, the lab that listens on this socket applies the faults.
     apply : callable, optional
         Function that applies a fault, used only if ``R2CC_FAULT_SOCKET`` is not set.
+    nrails : int, optional
+        Number of rails; default: unknown.
 
     Returns
     -------
@@ -279,8 +287,9 @@ def reporter_from_env(
     ------
     InvalidArgument
         If the plan cannot be read or is malformed, or if ``RANK`` is missing or not a number.
-        Without ``R2CC_FAULT_SOCKET`` also if `apply` is None or a fault of the plan has `at_s` or
-        `duration_s`.
+        Without ``R2CC_FAULT_SOCKET`` also if `apply` is None, a fault of the plan has `at_s` or
+        `duration_s`, the job lacks a rank of a fault (if ``WORLD_SIZE`` is set), or it lacks a rail
+        (if `nrails` is given).
     """
     path = env.get("R2CC_FAULT_PLAN")
     if not path:
@@ -302,6 +311,11 @@ def reporter_from_env(
             "run under `r2ccl netlab`, which sets R2CC_FAULT_SOCKET, or unset R2CC_FAULT_PLAN"
         )
     plan.check_needs_no_lab()
+    nranks = env.get("WORLD_SIZE", "")
+    plan.check(
+        nodes=int(nranks) if nranks.isdecimal() else sys.maxsize,
+        rails=sys.maxsize if nrails is None else nrails,
+    )
     return FaultReporter(plan, rank, apply)
 
 

@@ -145,18 +145,24 @@ class Fault(
     def _check_ranges(self) -> None:
         for name in ("node", "rail", "peer", "rank", "at_op", "at_step", "seed"):
             value = getattr(self, name)
-            if value is not None and not is_integer(value, 0):
+            if value is None:
+                continue
+            if not is_integer(value, 0):
                 raise self._bad(f"has {name}={value!r}; it must be an integer, 0 or more")
-        at_s: object = self.at_s
-        # NaN fails each comparison.
-        if at_s is not None and not (isinstance(at_s, Real) and 0 <= float(at_s) < 1e6):
-            raise self._bad(f"has at_s={at_s!r}; it must be 0 or more and less than 1e6 seconds")
-        for name in ("duration_s", "mean_s"):
+            msgspec.structs.force_setattr(self, name, int(value))  # NumPy's cannot be encoded
+        for name in ("at_s", "duration_s", "mean_s"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Real) and 0 < float(value) < 1e6):
+            if value is None:
+                continue
+            may_be_0 = name == "at_s"
+            allowed = "0 or more" if may_be_0 else "more than 0"
+            # NaN fails each comparison.
+            is_time = isinstance(value, Real) and 0 <= float(value) < 1e6
+            if not is_time or (value == 0 and not may_be_0):
                 raise self._bad(
-                    f"has {name}={value!r}; it must be more than 0 and less than 1e6 seconds"
+                    f"has {name}={value!r}; it must be {allowed} and less than 1e6 seconds"
                 )
+            msgspec.structs.force_setattr(self, name, float(value))
         if self.peer is not None and self.peer == self.node:
             raise self._bad(f"isolates node {self.node} from itself; node and peer must differ")
         if self.rate is not None and not is_text(self.rate, RATE):

@@ -207,7 +207,7 @@ class AddressSpace:
                 raise Misuse.of(f"{span} is pinned already")
         backing, position = _backing(at)
         shadow = self._host.setdefault(backing, Shadow())
-        flat = memory.reshape(-1).view(np.uint8)
+        flat = as_bytes(memory)
         address = self._reserve(flat.size)
         return self._add(owner, card, MemoryKind.REGISTERED, address, flat, shadow, position)
 

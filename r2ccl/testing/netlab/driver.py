@@ -77,7 +77,11 @@ class PlanRun:
         self._path = directory / "faults.sock"
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.settimeout(_REPORT_TIMEOUT_S)
-        self.listener.bind(str(self._path))
+        try:
+            self.listener.bind(str(self._path))
+        except OSError as exc:
+            self.listener.close()
+            raise LabError(f"cannot bind {self._path}: {exc}; set TMPDIR to a short path") from exc
         self.listener.listen(_BACKLOG)
 
     @property

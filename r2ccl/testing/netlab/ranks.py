@@ -186,20 +186,21 @@ class LabJob:
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
             for reader in readers:
                 selector.register(reader.fileno(), selectors.EVENT_READ, reader)
-            for each in self.ranks:
+            running = [each for each in self.ranks if each.popen.poll() is None]
+            for each in running:
                 pidfd = os.pidfd_open(each.pid)
                 stack.callback(os.close, pidfd)
                 selector.register(pidfd, selectors.EVENT_READ, each)
-            running = _read_until(deadline, selector, len(self.ranks))
-            if running:
+            nrunning = _read_until(deadline, selector, len(running))
+            if nrunning:
                 late = {each.rank for each in self.ranks if each.popen.poll() is None}
                 # Read on: a rank may write when it gets SIGTERM, and blocks if its pipe is full.
                 for each in self.ranks:
                     _terminate(each.popen)
-                running = _read_until(time.monotonic() + TERM_GRACE_S, selector, running)
+                nrunning = _read_until(time.monotonic() + TERM_GRACE_S, selector, nrunning)
                 for each in self.ranks:
                     _signal_group(each.popen, signal.SIGKILL)
-                _read_until(time.monotonic() + _KILL_TIMEOUT_S, selector, running)
+                _read_until(time.monotonic() + _KILL_TIMEOUT_S, selector, nrunning)
         for reader in readers:
             reader.finish()
         self.close()

@@ -77,7 +77,8 @@ def test_fields_of_a_wrong_type_are_refused(field: str, value: object, allowed: 
 
 
 def test_numbers_of_numpy_are_fields() -> None:
-    assert nic_down(node=np.int64(1), at_s=np.float32(1)).node == 1
+    fault = nic_down(node=np.int64(1), at_s=np.float32(1))
+    assert FaultPlan([fault]).to_json() == FaultPlan([nic_down(node=1, at_s=1.0)]).to_json()
 
 
 def test_a_plan_consists_of_faults() -> None:
@@ -222,6 +223,15 @@ def test_environment_that_nobody_can_serve_is_refused(tmp_path: Path) -> None:
     path.write_bytes(FaultPlan([nic_down(at_s=1.0)]).to_json())
     with pytest.raises(InvalidArgument, match="only faults with at_op"):
         reporter_from_env(env, apply=Recorder())
+
+
+@pytest.mark.parametrize(("field", "value"), [("node", 2), ("rank", 5), ("rail", 3)])
+def test_without_a_lab_ranks_and_rails_must_exist(tmp_path: Path, field: str, value: int) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(FaultPlan([nic_down(at_op=0, **{field: value})]).to_json())
+    env = {"R2CC_FAULT_PLAN": str(path), "RANK": "1", "WORLD_SIZE": "2"}
+    with pytest.raises(InvalidArgument, match=f"{field} {value} does not exist"):
+        reporter_from_env(env, apply=Recorder(), nrails=3)
 
 
 def test_a_function_applies_faults_where_there_is_no_lab(tmp_path: Path) -> None:

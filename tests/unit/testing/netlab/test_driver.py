@@ -11,6 +11,7 @@ from r2ccl.testing.fault_plan import FaultPlan, fail_at
 from r2ccl.testing.faults import Fault, Firing
 from r2ccl.testing.faults_reporter import Due, LabClient
 from r2ccl.testing.netlab.driver import Driver, PlanRun
+from r2ccl.testing.netlab.namespaces import LabError
 
 
 def test_an_error_in_the_thread_is_raised_at_once(tmp_path: Path) -> None:
@@ -23,6 +24,13 @@ def test_an_error_in_the_thread_is_raised_at_once(tmp_path: Path) -> None:
         driver.end(run)
     finally:
         driver.close()
+
+
+def test_a_long_path_is_an_error_of_the_lab(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    with pytest.raises(LabError, match="AF_UNIX path too long; set TMPDIR to a short path"):
+        PlanRun(FaultPlan([]), deep, 1, lambda fault: pytest.fail("no fault is due"))
 
 
 @pytest.mark.parametrize("letter", ["x", "\N{SNOWMAN}"])

@@ -54,6 +54,14 @@ def test_output_written_at_sigterm_is_read() -> None:
     assert result.output == "".join(f"{line}\n" for line in lines)
 
 
+def test_a_job_that_has_ended_can_be_waited_for_again() -> None:
+    with start('print("up")') as job:
+        job.ranks[0].popen.wait()
+        for _ in range(2):
+            (result,) = job.wait(1.0)
+            assert (result.returncode, result.is_timed_out) == (0, False)
+
+
 def test_a_rank_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "TERM_GRACE_S", 0.05)
     with start(IGNORES_SIGTERM) as job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import threading
 from collections.abc import Iterator
@@ -92,6 +93,14 @@ def paired(nics: int = 1, fabric: FakeFabric | None = None) -> Iterator[Pair]:
 def pair() -> Iterator[Pair]:
     with paired() as made:
         yield made
+
+
+def test_the_fake_leaves_nothing_behind() -> None:
+    shown = vars(importlib.import_module("r2ccl.transport.verbs"))
+    before = shown.copy()
+    with paired() as pair:
+        assert shown["device"] is pair.loaded.device
+    assert all(shown.get(name) is before.get(name) for name in vars(pair.loaded))
 
 
 def test_a_removed_nic_fails_the_offer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
