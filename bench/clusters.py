@@ -35,6 +35,7 @@ from r2ccl.cli.values import format_size
 from r2ccl.errors import ScheduleError
 from r2ccl.failover.health.table import WHOLE
 from r2ccl.flowsim.choices import simulate_choice
+from r2ccl.flowsim.program import Program, compile_schedule
 from r2ccl.planning.cluster import ClusterShape
 from r2ccl.planning.cost_model import Rates
 from r2ccl.planning.planner import Planner, best
@@ -180,8 +181,11 @@ def unequal_parts(cluster: Cluster, nbytes: int, spread: int) -> list[list[int]]
     return [[int(nbytes * each / mean) // 64 * 64 for each in row] for row in drawn]
 
 
-def by_pair(schedule: Schedule) -> Schedule:
-    """Return an alltoall with one chunk index per pair of ranks, so that their sizes can differ."""
+def by_pair(schedule: Schedule) -> Program:
+    """Return an alltoall with one part of the buffer per pair of ranks, so that sizes can differ.
+
+    The size of part ``i * n + j`` is that of the data from rank i to rank j.
+    """
     n = schedule.nranks
 
     def numbered(op: Op, rank: int) -> Op:
@@ -196,7 +200,8 @@ def by_pair(schedule: Schedule) -> Schedule:
         return (ops,) * schedule.nchannels
 
     nchunks = (n * n,) * schedule.nchannels
-    return msgspec.structs.replace(schedule, nchunks=nchunks, generate=generate)
+    numbered_by_pair = msgspec.structs.replace(schedule, nchunks=nchunks, generate=generate)
+    return compile_schedule(numbered_by_pair)._replace(nparts=n * n)
 
 
 def without_route(schedule: Schedule, cluster: Cluster) -> int:
@@ -296,12 +301,12 @@ def unequal(cluster: Cluster, planner: Planner, nbytes: int) -> dict[str, float]
     call = CallSignature(Collective.ALLTOALLV, 0, ReduceOp.SUM, 0)
     shape = cluster.shape
     choice = planner.plan(call, 0, shape.health)
-    choice = choice._replace(schedule=by_pair(choice.schedule))
+    program = by_pair(choice.schedule)
     found = {}
     for name, spread in UNEQUAL.items():
         sizes = unequal_parts(cluster, nbytes, spread)
         counts = [size for row in sizes for size in row]
-        took_s = simulate_choice(shape, choice, sum(counts), counts)
+        took_s = simulate_choice(shape, choice, sum(counts), counts, program)
         found[name] = took_s / cluster.exchange_bound_s(sizes)
     return found
 

@@ -10,6 +10,7 @@ import numpy as np
 from r2ccl.failover.health.table import WHOLE
 from r2ccl.failover.migration.path import choose_routes
 from r2ccl.flowsim.network import Network
+from r2ccl.flowsim.program import Program
 from r2ccl.flowsim.routes import Rails
 from r2ccl.flowsim.simulation import simulate
 from r2ccl.planning.cluster import ClusterShape
@@ -19,7 +20,11 @@ from r2ccl.types import PathKey
 
 
 def simulate_choice(
-    cluster: ClusterShape, choice: Choice, nbytes: int, counts: Sequence[int] = ()
+    cluster: ClusterShape,
+    choice: Choice,
+    nbytes: int,
+    counts: Sequence[int] = (),
+    program: Program | None = None,
 ) -> float:
     """Return the simulated time in seconds of a schedule that the planner chose.
 
@@ -35,6 +40,9 @@ def simulate_choice(
         Size of the whole buffer in bytes.
     counts : sequence of int, optional
         Bytes of each part of the buffer. Default: equal parts.
+    program : Program, optional
+        Program to simulate in place of the schedule of `choice`, with messages between the same
+        ranks, on the same channels.
 
     Raises
     ------
@@ -50,7 +58,7 @@ def simulate_choice(
         alpha_s=cluster.rates.alpha_ns / 1e9,
     )
     return simulate(
-        choice.schedule,
+        choice.schedule if program is None else program,
         nbytes,
         network,
         slice_nbytes=choice.slice_nbytes,

@@ -18,7 +18,7 @@ def clusters(bench: Callable[[str], ModuleType]) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("ranks_per_node", "ndrawn"), slow_but([(2, 4)], [(2, 4), (1, 12), (2, 12)])
+    ("ranks_per_node", "ndrawn"), slow_but([(1, 2), (2, 4)], [(1, 2), (2, 4), (1, 12), (2, 12)])
 )
 def test_choices_have_routes_and_come_close_to_the_bound(
     clusters: ModuleType, ranks_per_node: int, ndrawn: int
