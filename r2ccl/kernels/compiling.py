@@ -21,7 +21,7 @@ _TO_C, _TO_PYTHON = "PyLong_AsLongLong", "PyLong_FromLongLong"
 
 
 def compile_function(function: Callable[..., Any], name: str) -> MachineCode:
-    """Compile a function of integers for this host's processor.
+    """Compile a function of integers for this host's processor, with wrappers for C and Python.
 
     Parameters
     ----------

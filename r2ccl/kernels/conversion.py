@@ -33,7 +33,7 @@ class ConvertedOp(msgspec.Struct, frozen=True):
     op : ReduceOp
         Reduction of the converted inputs; default: SUM.
     factor : int, float or complex, optional
-        Factor of this rank's input; None does not multiply the input.
+        Factor of this rank's input; None: the input is not multiplied.
     is_wide : bool
         True: reduce in float32; the result is rounded to the dtype of the output. False: reduce in
         the dtype of the input.
@@ -44,14 +44,14 @@ class ConvertedOp(msgspec.Struct, frozen=True):
     is_wide: bool = False
 
     def check(self, dtype_code: int) -> None:
-        """Check that the inputs can be converted.
+        """Check that inputs of the dtype number `dtype_code` can be converted and reduced.
 
         Raises
         ------
         InvalidArgument
-            If the dtype is unknown, does not support the reduction, cannot be widened to float32
-            although `is_wide` is True, or cannot represent the factor, or `require_compiled` raises
-            it.
+            If the dtype is unknown, does not support the reduction, or cannot represent the factor.
+            If `is_wide` is True, and the dtype is not a 16-bit or 8-bit float. If
+            `require_compiled` raises it.
         """
         check_op(dtype_code, self.op)
         dtype = dtype_of(dtype_code)

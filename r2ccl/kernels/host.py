@@ -200,7 +200,7 @@ def require_compiled(name: str) -> None:
     Raises
     ------
     InvalidArgument
-        If `name` is a 16-bit or 8-bit float, and compiled code cannot be used.
+        If `name` is a 16-bit or 8-bit float, and llvmlite or Numba is not installed.
     """
     if name in SMALL and why_not_compiled():
         raise InvalidArgument(

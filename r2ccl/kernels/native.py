@@ -47,10 +47,10 @@ _CACHE_DIRECTORY_VARIABLE = "NUMBA_CACHE_DIR"
 
 @functools.cache
 def why_not_compiled() -> str:
-    """Return which of llvmlite and Numba are not installed, and the remedy; empty if both are.
+    """Return which of llvmlite and Numba are missing, with the remedy; empty if none is.
 
-    They are an extra, because they would take three quarters of the disk space of r2ccl with its
-    dependencies. Even to load stored code, both must be installed.
+    Both must be installed, even to load stored code. They are an extra, because they would take
+    three quarters of the disk space of r2ccl with its dependencies.
     """
     missing = [name for name in ("llvmlite", "numba") if find_spec(name) is None]
     if not missing:
@@ -181,7 +181,7 @@ class _Linker:
         return _linkers.get(0) or _linkers.setdefault(0, _Linker())
 
     def load(self, code: MachineCode) -> Any:
-        """Load an object, unless it is loaded already; return the engine.
+        """Load `code`, unless it is loaded already; return the engine, which knows its addresses.
 
         Raises
         ------
@@ -273,8 +273,8 @@ def _as_builtin(address: int, name: str, owner: Any = None) -> Callable[..., Any
 def must_compile(maker: str, *given: Any) -> bool:
     """Return whether no file has the function of a maker, so that `callable_of` would compile it.
 
-    If another process is compiling it, `callable_of` would wait for that process instead. False if
-    Numba or llvmlite is not installed. Parameters are those of `address_of`.
+    If another process is compiling the function, `callable_of` would wait for that process instead.
+    Return False if Numba or llvmlite is not installed. Parameters are those of `address_of`.
     """
     if why_not_compiled():
         return False
@@ -290,7 +290,7 @@ def _name_of(maker: str, given: tuple[Any, ...]) -> str:
 
 
 def _place_of(maker: str, name: str, directory: Path) -> tuple[Path, bytes]:
-    """Return the file of a function, and the digest of the modules that its code must have."""
+    """Return the file of a function, and the digest of modules that this file must contain."""
     return directory / f"{name}.{_processor()}.o", _sources(maker.partition(":")[0])
 
 

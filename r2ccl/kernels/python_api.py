@@ -42,7 +42,7 @@ def save_thread(typing_context: Any) -> Any:
 
 @intrinsic
 def restore_thread(typing_context: Any, thread: Any) -> Any:
-    """Acquire the GIL again."""
+    """Acquire the GIL again; `thread` is the result of `save_thread`."""
     return types.int64(types.int64), _calling("PyEval_RestoreThread", has_result=False)
 
 
@@ -93,7 +93,10 @@ def are_equal(typing_context: Any, first: Any, second: Any) -> Any:
 
 
 def _calling(name: str, *, has_result: bool = True) -> Callable[..., Any]:
-    """Return the generator of a call of the C function `name`; without a result, it returns 0."""
+    """Return a function that emits a call of the C function `name`.
+
+    If the C function has no result, the emitted code gives 0.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call(builder, name, list(args), has_result=has_result)

@@ -1,10 +1,10 @@
 """Operations defined by the user: a compiled loop over elements, or calls with whole slices.
 
 A digest of the operation is part of the call signature, and is the key of the operation in this
-process. The digest covers the operation's name, whether it is commutative, which of the two runs
-it, and its function: code, default arguments, closure and, for a method, the object. Ranks compare
-12 bits of the digest (see `r2ccl.types.CallSignature.pack`): a call to which they pass different
-operations is refused, except for about one pair of operations in 4,096.
+process. The digest covers the operation's name, whether it is commutative, whether it runs on
+elements or slices, and its function: code, default arguments, closure and, for a method, the
+object. Ranks compare 12 bits of the digest (see `r2ccl.types.CallSignature.pack`): a call to which
+they pass different operations is refused, except for about one pair of operations in 4,096.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class UserOp:
         Raises
         ------
         InvalidArgument
-            If the dtype is unknown, or the function cannot be compiled for it, cannot combine empty
-            arrays of it, or returns a result that is not converted to it (see `user_op`).
+            If the dtype is unknown. If the function cannot be compiled for this dtype, cannot
+            combine empty arrays of it, or returns a result that may not be converted to it (see
+            `user_op`).
 
         Notes
         -----
@@ -108,7 +109,8 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
         Arrays are flat slices of the data, and may be empty; inputs are read-only. Each element of
         the result may depend only on the two elements at its index. A returned result of another
         dtype is converted to that of the data. NumPy's casting rule "same_kind" must permit this,
-        or both are integers, which wrap. For int32, a function may thus return int64, not float64.
+        unless both are integers, which wrap. For int32, a function may thus return int64, but not
+        float64.
     name : str
         Name in messages, equal on all ranks; default: the name of the function.
     is_commutative : bool
@@ -214,9 +216,10 @@ def _by_slice(function: Any, dtype: np.dtype[Any]) -> Reducer:
 
 
 def _require_cast(found: np.dtype[Any], dtype: np.dtype[Any]) -> None:
-    """Raise TypeError if a result of dtype `found` is not to be converted to `dtype`.
+    """Raise TypeError unless a result of dtype `found` may be converted to `dtype`.
 
-    Integers may be: Numba computes with 64 bits, and with a sign if one operand is a constant.
+    Integers may be converted to any integer dtype, because Numba computes with 64 bits, and with a
+    sign if one operand is a constant.
     """
     are_integers = found.kind in "iu" and dtype.kind in "iu"
     if not are_integers and not np.can_cast(found, dtype, "same_kind"):
@@ -224,7 +227,7 @@ def _require_cast(found: np.dtype[Any], dtype: np.dtype[Any]) -> None:
 
 
 def _python_of(function: Any) -> Any:
-    """Return the Python function that Numba compiles, or `function` itself."""
+    """Return the Python function of `function` if Numba compiled it, else `function` itself."""
     if isinstance(function, FunctionType | MethodType):  # `functools.wraps` may copy `py_func`
         return function
     return getattr(function, "py_func", function)

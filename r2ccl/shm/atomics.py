@@ -65,7 +65,7 @@ def store_release(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Add `value` to the 64-bit word at `address` and return its old value."""
+    """Add `value` to the 64-bit word at `address`; return what the word was before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], "seq_cst")
@@ -100,7 +100,7 @@ def stream_fence(typing_context: Any) -> Any:
 
 @intrinsic
 def pause(typing_context: Any) -> Any:
-    """Pause the core briefly, within a loop that waits."""
+    """Pause the core for some cycles; for use in a loop that waits for another core."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if MACHINE == "x86_64":
@@ -173,7 +173,7 @@ def futex_wait(typing_context: Any, address: Any, value: Any, timeout: Any) -> A
 
     `timeout` is the address of a ``struct timespec``, the longest duration of the sleep. The
     sleep also ends when the thread receives a signal. Return 0 if the thread was woken, otherwise
-    -1. A thread may be woken for a change that it has seen before it slept.
+    -1. A thread may also be woken for a change that it had already seen before it slept.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -263,7 +263,10 @@ def call_kernel(
 def call_loop(
     typing_context: Any, loop: Any, state: Any, source_at: Any, target_at: Any, call: Any
 ) -> Any:
-    """Call the loop at address `loop`, from its beginning; see `r2ccl.shm.layout.Loop`."""
+    """Begin a call of the loop at address `loop`, and return the result of the loop.
+
+    The loop and the other arguments are those of `r2ccl.shm.layout.Loop`.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call_at(builder, *args, _I64(0))

@@ -142,8 +142,8 @@ class LocalGroup:
     must run the same calls in the same order, one at a time.
 
     If a peer does not arrive soon, `run` passes a function to `attend`, which calls this function
-    until it returns True; then the call has finished, or `run` raises `CallsDiffer`. `attend` may
-    raise an error to give the call up. After an error of `run`, the contents of outputs are
+    until it returns True. Then the call has finished, or `run` raises `CallsDiffer`. `attend` may
+    raise an error to give the call up. After `run` has raised an error, the contents of outputs are
     undefined, and no further call may be made.
     """
 
@@ -281,11 +281,11 @@ class LocalGroup:
 
     @property
     def awaited(self) -> int:
-        """Index of the rank for which the current call waits, or whose call differs."""
+        """Index of the rank that the current call waits for, or whose call differs from it."""
         return int(self._memory[AWAITED])
 
     def absent(self) -> list[int]:
-        """Return the indices of ranks that have not made the current call."""
+        """Return the indices of the ranks that have not begun the current call yet."""
         first = int(self._memory[layout.LAST]) + 1
         return [
             index
@@ -395,7 +395,8 @@ class LocalGroup:
     def proceed(self, call: LocalCall, source: Array, output: Array, result: int) -> None:
         """Continue a call whose loop returned `result`, until it has finished.
 
-        `result` is neither FINISHED nor CHANGED. Errors: as `run`; the caller then calls `leave`.
+        `result` is neither FINISHED nor CHANGED. Raises the errors of `run`; the caller must then
+        call `leave`.
         """
         signature = int(call.words[layout.LOOP_SIGNATURE]) % _WORD
 
@@ -424,8 +425,8 @@ class LocalGroup:
     ) -> Repeat:
         """Return a function that runs a call again on arrays of the form of `source` and `output`.
 
-        For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`. `proceed` must call
-        the method `proceed` with its arguments.
+        For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`. The function
+        `proceed` is given the arguments of the method `proceed`, and must call this method.
         """
         formed = call.of_form(source, output)
         return repeat_of(
@@ -440,7 +441,7 @@ class LocalGroup:
         )
 
     def has_kernel(self, code: int, op: int) -> bool:
-        """Return whether shared memory supports reductions with `op` of the dtype number `code`.
+        """Return whether reductions with `op` of the dtype number `code` can use shared memory.
 
         Raises
         ------
@@ -463,9 +464,9 @@ class LocalGroup:
                 self._wake_all(self._state)
 
     def close(self) -> None:
-        """Free the memory; no call, except of `wake`, may run during or after this method.
+        """Free the memory of the group. Not collective.
 
-        Not collective.
+        No other method may run during or after this one, except `wake`.
         """
         with self._wakes:
             self._is_closed = True
@@ -476,11 +477,11 @@ class LocalGroup:
         self._own.close()
 
     def leave(self, output: Array | None) -> None:
-        """Take this rank's arrays back from the peers, because a call raises an error.
+        """Take this rank's arrays back from the peers, because its call raises an error.
 
         A peer that has read one of these arrays directly does not finish its call. If the call is
-        an allreduce, `output` is its output, and peers do not write to it any more after this
-        method. For other calls, `output` is None.
+        an allreduce, `output` is its output: after this method, writes of peers do not reach it,
+        unless a warning was logged. For other calls, `output` is None.
         """
         self._own.words[layout.LEFT // 8] = 1
         self.wake()
@@ -550,9 +551,9 @@ def _most(nbytes: int, npieces: int) -> int:
 
 
 def _least_reached(collective: int, nranks: int) -> int:
-    """Return the smallest size in bytes of a part that peers read directly from the array.
+    """Return the size in bytes from which on peers read a part directly from the sender's array.
 
-    For an allreduce, the size is that of the whole input.
+    It is the size of one part or, for an allreduce, of the whole input.
     """
     if collective == Collective.ALLREDUCE:
         return SHARE_NBYTES * nranks
@@ -644,9 +645,9 @@ class _Offer(NamedTuple):
 
 
 def _check(offers: Sequence[_Offer], ranks: Sequence[int], index: int) -> None:
-    """Raise TransportError if an offer has a problem, or another digest than offer `index`.
+    """Raise TransportError if an offer has a problem, or another ``host`` than this rank's offer.
 
-    `offers` has the offer of each rank in `ranks`; offer `index` is that of this rank.
+    `offers` has the offer of each rank in `ranks`; `index` is the index of this rank.
     """
     for rank, each in zip(ranks, offers, strict=True):
         if each.problem:

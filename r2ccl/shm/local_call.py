@@ -36,9 +36,10 @@ class LocalCall(NamedTuple):
     def make(
         cls, maker: str, words: dict[int, int], tables: npt.NDArray[np.int64] | None = None
     ) -> LocalCall:
-        """Return a call whose loop is made by `maker`, with the values `words` by their index.
+        """Return a call whose loop is made by `maker`, see `r2ccl.kernels.native`.
 
-        All other words are 0. Errors: as `r2ccl.kernels.native.callable_of`.
+        `words` has the values of words of the call by index; all other words are 0. Raises the
+        errors of `r2ccl.kernels.native.callable_of`.
         """
         made = np.zeros(LOOP_NWORDS, np.int64)
         made[list(words)] = list(words.values())

@@ -18,10 +18,10 @@ if MACHINE not in _NUMBERS:
 
 
 def home_cpu(index: int, nranks: int) -> int:
-    """Return the CPU of rank `index` of the `nranks` ranks of this host, if each can have one.
+    """Return a CPU for rank `index` of the `nranks` ranks of this host, another for each rank.
 
-    -1: there are more ranks than CPUs on which this process may run, or a number is too large for a
-    set of CPUs of compiled code.
+    All ranks must be allowed to run on the same CPUs. Return -1 if there are more ranks than such
+    CPUs, or one of these CPUs has a number that is too large for the sets of CPUs in compiled code.
     """
     cpus = sorted(os.sched_getaffinity(0))
     return cpus[index] if nranks <= len(cpus) and cpus[-1] < 8 * CPU_SET_NBYTES else -1

@@ -138,7 +138,10 @@ def _advance_send(table: Any, words: Any, call: Any, source: Any) -> Any:
 
 @inlined
 def _take_frame(table: Any, words: Any, call: Any, target: Any) -> Any:
-    """Take the next frame if it begins the message to receive; return an event."""
+    """Take the next frame, which begins the message to receive, and return MOVED.
+
+    Return OPEN, and leave the frame in the ring, if it is another frame or does not fit the array.
+    """
     header = next_frame(table, words)
     kind, tag = header[FRAME_KIND] & KIND_MASK, call[CALL_RECV_TAG]
     nbytes = header[FRAME_SIZE]
@@ -213,8 +216,8 @@ def make_direct() -> Direct:
         ``direct(state, table, call, source_at, target_at)``; returns FINISHED, FINISHED_OTHER, OPEN
         or CHANGED (the arrays do not have the form of the call; nothing was done). `state`, `table`
         and `call` are the addresses of the state (`r2ccl.shm.layout`), of the table and of the
-        words of the call (`r2ccl.shm.message_layout`). `source_at` and `target_at` are addresses of
-        pointers to the data to send and to the memory that receives.
+        words of the call (`r2ccl.shm.message_layout`). `source_at` and `target_at` are the
+        addresses of pointers to the data to send and to the memory into which to receive.
     """
 
     def direct(address: Any, table_at: Any, call_at: Any, source_at: Any, target_at: Any) -> Any:

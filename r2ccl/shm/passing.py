@@ -42,8 +42,8 @@ LISTENER_NAME_NBYTES = 16
 #: Size in bytes of each rank's result in `pass_segments`.
 RESULT_NBYTES = 240
 _CREDENTIALS = struct.Struct("iII")
-#: Time limit in seconds of each send and receive on an accepted connection, because any process may
-#: connect.
+#: Time limit in seconds of connecting and of each send and, on an accepted connection, of all waits
+#: for data together, because any process may connect.
 _HANDSHAKE_S = 5.0
 #: Interval in seconds at which a wait checks whether the communicator has ended.
 _LOOK_S = 0.02
@@ -68,7 +68,7 @@ class Deadline(NamedTuple):
     Attributes
     ----------
     until_s : float
-        Time, on the clock of the library, at which they end.
+        Time at which the waits end, on the clock of the library.
     has_ended : callable
         ``has_ended()`` returns True if the communicator has ended; other ranks may then never
         answer.
@@ -94,7 +94,7 @@ class Deadline(NamedTuple):
                 raise OSError(errno.ETIMEDOUT, "another rank did not answer in time")
 
     def within(self, timeout_s: float) -> Deadline:
-        """Return the same limit, but at most `timeout_s` seconds from now."""
+        """Return this limit, or one in `timeout_s` seconds if that is earlier."""
         return self._replace(until_s=min(self.until_s, monotonic() + timeout_s))
 
 
@@ -234,9 +234,9 @@ def _accept_all(
     secret: Secret,
     deadline: Deadline,
 ) -> None:
-    """Accept the connections of all higher ranks, and store their segments in `found`.
+    """Accept the connections of all higher ranks, and store the segments of these ranks in `found`.
 
-    Other connections are closed.
+    Connections of other processes, and those whose handshake fails, are closed.
     """
     missing = set(range(place.index + 1, len(place.ranks)))
     while missing:

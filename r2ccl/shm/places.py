@@ -96,10 +96,11 @@ def has_input(state: Any, peer: Any) -> Any:
 
 @inlined
 def have_stayed(state: Any, address: Any, peers: Any) -> Any:
-    """Return whether the ranks in the range `peers` have kept their arrays for a direct access.
+    """Return whether the arrays of the ranks in the range `peers` were unchanged during an access.
 
-    Call it after the access. If a rank has left the call with an error, it may have changed its
-    arrays before they were read: then sleep, store the rank in AWAITED, and return False.
+    Call this function after a direct access to these arrays. If a rank has left the call with an
+    error, it may have changed its arrays before they were read. Then sleep, store the rank in
+    AWAITED, and return False.
     """
     fence()
     for peer in peers:

@@ -76,9 +76,9 @@ def enter_sleep(bell: Any) -> Any:
 def wait_for_bell(address: Any, table_at: Any, bell: Any, seen: Any) -> Any:
     """Sleep until a peer rings the bell, but not longer than the state allows (`SLEEP_S`).
 
-    `seen` is the result of `enter_sleep`. Return whether a peer has rung the bell, or this thread
-    was woken for an earlier ring. If a thread of this rank has set WOKEN, clear WOKEN and return
-    False.
+    `seen` is the result of `enter_sleep`. Return True if a peer has rung the bell, or this thread
+    was woken for an earlier ring, otherwise False. If a thread of this rank has set WOKEN, clear
+    WOKEN and return False.
     """
     is_woken = futex_wait(bell, seen, address + 8 * SLEEP_S) == 0
     if load_acquire(table_at + 8 * WOKEN) != 0:
@@ -95,8 +95,9 @@ def leave_sleep(bell: Any) -> None:
 
 @inlined
 def rest(state: Any, nidle: Any, limit: Any) -> Any:
-    """Pause or yield after idle round `nidle`; return False instead if the thread has to sleep.
+    """Pause or yield after idle round number `nidle`, from 1, and return True.
 
+    If the thread has paused and yielded often enough and has to sleep, return False at once.
     `limit` is the result of `number_of_pauses`.
     """
     if nidle <= limit:
@@ -244,8 +245,9 @@ def make_begin() -> Callable[[int, int, int, int, int, int], int]:
     -------
     callable
         ``begin(table, peer, data, nbytes, is_in, least_streamed)``; `data` is the address of the
-        data to send to the peer or, with `is_in`, of the memory that receives. A received message
-        of at least `least_streamed` bytes is written without storing it in the caches. Returns 0.
+        data to send to the peer or, with `is_in`, of the memory into which to receive. A received
+        message of at least `least_streamed` bytes is written without storing it in the caches.
+        Returns 0.
     """
 
     def begin(

@@ -71,19 +71,21 @@ def repeat_of(
         Arguments of the call besides the arrays: numbers, tuples or None. The arguments of a
         repetition must be equal to these, and the first one must also have the same type.
     uses_input : bool
-        False: the input of this rank is ignored, whatever it is.
+        False: the input of a repetition is ignored, and need not be an array.
     output : Role
-        NONE: the output must be an array or None, and is ignored. INPUT: it must be None.
+        NONE: the output must be an array or None, and is ignored; the call returns None. INPUT: the
+        output must be None; the call returns the input. ARRAY: the output must be an array, which
+        the call returns.
     proceed : callable
         ``proceed(source, target, result)`` continues a call whose loop returned `result`, neither
         FINISHED nor CHANGED, until it has finished; it raises an error if the call cannot finish.
     kept : object
-        Object that the function keeps alive.
+        Object that the returned function keeps alive.
 
     Returns
     -------
     Repeat
-        While it runs, no other call of the group may run.
+        While this function runs, no other call of the group may run.
 
     Raises
     ------

@@ -150,7 +150,7 @@ class Rings:
         self._taken_from[peer] = _taken(self._own, peer)
 
     def allocate(self, peer: int) -> None:
-        """Allocate the memory of the ring to `peer`, unless it is allocated already.
+        """Allocate the memory of the ring to `peer`; idempotent. See `Segment.allocate_ring`.
 
         Raises
         ------
@@ -171,8 +171,8 @@ class Rings:
     def admits(self, peer: int, nbytes: int) -> bool:
         """Return whether a short message of `nbytes` bytes may be sent to `peer` now.
 
-        If so, count the message as sent. It must fit (`fits`), and together with it, the short
-        messages that receives of the peer have not taken may have at most `MOST_UNTAKEN` bytes.
+        True if the message fits (`fits`) and, together with the short messages that receives of the
+        peer have not taken, has at most `MOST_UNTAKEN` bytes. The message is then counted as sent.
         """
         words = self._words[peer]
         untaken = int(words[layout.SENT]) - int(self._taken_by[peer][0])
@@ -208,7 +208,7 @@ class Rings:
         return bool(self._put(self.table, peer, word, tag, ident, size, source, len(data)))
 
     def frame(self) -> RingFrame:
-        """Return the next frame of `peer`, after `pump` has returned FRAME."""
+        """Return the frame for which `pump` has returned FRAME; `consume` removes it later."""
         data, words = self._data[self.peer], self._words[self.peer]
         at = int(words[layout.TAIL]) % self.ring_nbytes
         word, tag, ident, size, nbytes = data[at : at + 40].view(np.int64).tolist()
@@ -221,7 +221,7 @@ class Rings:
     def consume(self, peer: int, nbytes: int) -> None:
         """Remove from the ring of `peer` the frame that `frame` returned.
 
-        `nbytes` is the length of its data.
+        `nbytes` is the length of the frame's data.
         """
         self._consume(self.table, peer, nbytes)
 
@@ -242,9 +242,9 @@ class Rings:
         self._begin(self.table, peer, _address(view), len(view), 1, least)
 
     def forget(self) -> None:
-        """Stop moving the data of all long messages, whose memory is no longer borrowed.
+        """Stop moving the data of all long messages, whose memory is then no longer borrowed.
 
-        Frames that wait for room in a ring are forgotten too.
+        After this method, `pump` returns no ROOM for frames that were refused before.
         """
         for words in self._words.values():
             words[layout.OUT_LEFT] = words[layout.IN_LEFT] = words[layout.WANTED] = 0

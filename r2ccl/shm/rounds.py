@@ -35,8 +35,8 @@ from r2ccl.shm.waiting import wait
 def fits(form: Any, source_at: Any, target_at: Any) -> Any:
     """Return whether two arrays have a form that `r2ccl.shm.arrays.form_of` returned.
 
-    The addresses may differ from those of the arrays that the form describes. The distance may
-    differ only if the two arrays do not overlap, and the arrays that the form describes did not.
+    Their addresses may differ from those of the arrays that the form describes. The distance
+    between the two arrays may differ only if neither they nor the described arrays overlap.
 
     Parameters
     ----------
@@ -78,8 +78,8 @@ def begin(state: Any, total: Any) -> None:
 def write_header(state: Any, address: Any, signature: Any) -> Any:
     """Wait until the first stage slot of the call is free, write the header and return True.
 
-    If a peer still reads the slot when the wait for it ends, write nothing and return False;
-    AWAITED is this peer.
+    If the wait for a peer that still reads the slot ends earlier (see `wait`), write nothing and
+    return False; AWAITED is this peer.
     """
     oldest = state[LAST] + 1 - NSLOTS
     if state[SAFE] < oldest:

@@ -168,7 +168,10 @@ class Segment:
 
 
 def _make(nbytes: int, nallocated: int) -> int:
-    """Return the descriptor of sealed memory of `nbytes` bytes; allocate the first `nallocated`."""
+    """Return the descriptor of sealed memory of `nbytes` bytes.
+
+    The first `nallocated` bytes are allocated now, the others when they are first used.
+    """
     try:
         descriptor = os.memfd_create("r2ccl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as exc:

@@ -7,7 +7,8 @@ any time. Each prepared call therefore remembers the shortest recent duration wi
 uses the better one, but now and then the other one. Such trials fall on the same calls on all
 ranks, because a way makes a difference only if all ranks use it.
 
-Small calls, see `LEAST_NBYTES`, and those with a root do not choose: they write to the caches.
+Small calls (see `LEAST_NBYTES`), calls with a root, and scans do not choose: they write to the
+caches.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _NFIRST = 5
 def choose(state: Any, given: Any, nbytes: Any) -> None:
     """Choose how this rank writes its slots in a call that begins.
 
-    `given` is a pointer to the words of the prepared call, and `nbytes` the size of a part, or 0:
-    do not choose.
+    `given` is a pointer to the words of the prepared call, and `nbytes` the size of a part. With
+    less than `LEAST_NBYTES`, for example 0, the rank writes to the caches.
     """
     state[BEGUN_NS] = 0
     state[IS_PAST_CACHES] = 0
@@ -58,14 +59,14 @@ def choose(state: Any, given: Any, nbytes: Any) -> None:
 
 @inlined
 def note_begin(state: Any, address: Any, given: Any) -> None:
-    """Note that all ranks have begun the call."""
+    """Store the time at which all ranks have begun the call, if `note_end` is to learn from it."""
     if given[LOOP_NCALLS] > 1:  # in its first call, an array may get its memory
         state[BEGUN_NS] = clock_ns(address + 8 * TIME)
 
 
 @inlined
 def note_end(state: Any, address: Any, given: Any) -> None:
-    """Learn from the duration of a call that has finished.
+    """Remember the duration of a call that has finished, if `note_begin` stored its beginning.
 
     A shorter duration replaces the one remembered for this way of writing. A longer duration raises
     the remembered one by at most an eighth, because the call may have been slow only because ranks

@@ -106,8 +106,8 @@ class SymmetricMemory:
         Returns
         -------
         ndarray of uint8
-            Begins at the beginning of a page. Its memory is freed some time after the array, and
-            all arrays made of it, were deleted on all ranks.
+            Begins at the beginning of a page. After the array and all its views were deleted on all
+            ranks, its memory is freed in the next call of this method, or when the group is closed.
 
         Raises
         ------
@@ -147,8 +147,8 @@ class SymmetricMemory:
     def withdraw(self, output: npt.NDArray[Any]) -> None:
         """Make an output private after a failed call, because peers may still write to it.
 
-        Its elements are zero afterwards. An output outside of the segments is not changed. The
-        group must not be used any more.
+        The elements of the output are zero afterwards. An output outside of the segments is not
+        changed. The group must not be used any more.
 
         Raises
         ------

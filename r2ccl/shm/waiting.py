@@ -70,9 +70,10 @@ def publish(word: Any, value: Any) -> None:
 
 @inlined
 def move_to_cpu(cpu: Any, sets: Any) -> None:
-    """Move this thread to a CPU, unless it must not run there; later it may move elsewhere.
+    """Move this thread to the CPU `cpu`, unless the thread is not allowed to run there.
 
-    `sets` is the address of memory for two sets of CPUs; the second is empty or has only `cpu`.
+    The thread may leave the CPU again: the set of its allowed CPUs is the same afterwards. `sets`
+    is the address of memory for two sets of CPUs; the second is empty or has only `cpu`.
     """
     allowed, only = sets, sets + CPU_SET_NBYTES
     if read_affinity(allowed, CPU_SET_NBYTES) <= 0:
@@ -85,14 +86,15 @@ def move_to_cpu(cpu: Any, sets: Any) -> None:
 
 @inlined
 def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
-    """Tell the peers this thread's CPU, and move it to CPU `HOME` if the owner of `word` is there.
+    """Move this thread to CPU `HOME` if it shares its CPU with the owner of `word`.
 
     `word` is an address in the first page of the owner's segment. The CPU of the owner is the one
-    that it told when it last called this function. The scheduler often wakes a thread on the CPU of
-    the thread that wakes it. Two ranks on one CPU run by turns, and the scheduler rarely separates
-    them, because one of them sleeps while the other runs. The set of CPUs on which this thread may
-    run is the same afterwards. The thread is not moved if this set lacks `HOME`. If `HOME` is -1,
-    the function does nothing.
+    that the owner had when it last called this function; this function tells the peers the CPU of
+    this thread. If `HOME` is -1, it does nothing.
+
+    The scheduler often wakes a thread on the CPU of the thread that wakes it. Two ranks on one CPU
+    run by turns, and the scheduler rarely separates them, because one of them sleeps while the
+    other runs.
     """
     home = state[HOME]
     if home < 0:
@@ -110,8 +112,7 @@ def number_of_pauses(state: Any, address: Any, word: Any) -> Any:
     """Return the maximum number of pauses in a wait for the owner of `word`.
 
     `word` is an address in the first page of the owner's segment. After `_PROBE_EVERY` successive
-    waits for which the pauses did not suffice, call `leave_cpu_of_peer` and return the largest
-    number.
+    waits for which the pauses did not suffice, call `leave_cpu_of_peer` and return `SPIN_MAX`.
     """
     if state[MISSES] < _PROBE_EVERY:
         return state[SPIN]

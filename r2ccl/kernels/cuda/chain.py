@@ -34,8 +34,8 @@ def chain(
     sources, targets : sequence of int
         Addresses, as for `Launcher.launch`; 1 to `MOST` targets.
     scratch : int or None
-        Address of a scratch buffer of the size of an input. It holds partial results if every
-        target is also an input of a later kernel. None if there is no such buffer.
+        Address of a scratch buffer of the size of an input, or None if there is none. Partial
+        results are stored there if every target is also an input of a later kernel.
 
     Returns
     -------

@@ -37,7 +37,11 @@ def compile_kernel(form: Form) -> bytes:
 
 
 def _tidy(text: str, entry: str, name: str) -> bytes:
-    """Rename what Numba numbers, lower the PTX version and drop unused declarations."""
+    """Make the PTX `text` independent of the process and usable by older drivers.
+
+    Replace names that Numba numbers, which include `entry`, by fixed ones; `name` is that of the
+    entry. Lower the PTX version, and drop unused declarations.
+    """
     body = text[text.index(".version") :].replace(entry, name)
     body = re.sub(r"_cudapy_smem_\d+", "table_of_block", body)
     body = re.sub(r"^\.version .*$", f".version {PTX_VERSION}", body, count=1, flags=re.MULTILINE)

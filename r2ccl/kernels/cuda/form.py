@@ -72,7 +72,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     has_table: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse invalid combinations."""
+        """Raise InvalidArgument if the form is invalid."""
         kind = dtype_name(self.dtype_code)
         is_changed = self.ninputs > 1 or self.is_scaled or self.is_divided
         if is_changed and check_op(self.dtype_code, self.op) not in ON_GPU.get(self.dtype_code, ()):

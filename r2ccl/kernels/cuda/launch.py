@@ -87,7 +87,7 @@ class Launcher:
         factor: float = 1.0,
         nranks: int = 1,
     ) -> None:
-        """Enqueue the kernel of a form on `stream`; `prepare` it first if necessary.
+        """Enqueue the kernel of a form on `stream`; load the kernel first if necessary.
 
         Parameters
         ----------
@@ -115,7 +115,7 @@ class Launcher:
         self._launch(form, (*sources, *targets), count, stream, factor, nranks)
 
     def prepare_from_table(self, call: CallSignature, ninputs: int, noutputs: int) -> None:
-        """Load the kernel that `launch_from_table` launches with the same arguments; see `prepare`.
+        """Load the kernel that `launch_from_table` launches for these arguments; see `prepare`.
 
         Raises
         ------

@@ -17,8 +17,8 @@ Function = Callable[..., Any]
 #: Sizes in bytes of the vectors that a thread loads or stores at once, the largest first.
 VECTORS = (16, 8, 4)
 
-#: Compute capability that kernels are compiled for. GPUs of later ones run its PTX too, and for 9.0
-#: the compiler writes the same instructions.
+#: Compute capability for which kernels are compiled. GPUs of a later one run the same PTX; for 9.0,
+#: the compiler would write the same instructions.
 TARGET = (8, 0)
 #: Oldest PTX ISA version that supports `TARGET`, and all instructions that kernels contain. The
 #: compiler writes the newest version it knows, which drivers older than the compiler refuse.
@@ -52,7 +52,7 @@ class InstructionSet(Protocol):
     """Interface to the functions that kernels call; each method returns such a function."""
 
     def instruction(self, name: str) -> Function:
-        """Return the function of one of `INSTRUCTIONS`."""
+        """Return the function of the instruction `name`, one of `INSTRUCTIONS`."""
         ...
 
     def load_vector(self, lane: str, nbytes: int) -> Function:
@@ -64,9 +64,9 @@ class InstructionSet(Protocol):
         ...
 
     def store_vector(self, lane: str, nbytes: int) -> Function:
-        """Return ``store(address, offset, lanes)``, which stores one vector.
+        """Return ``store(address, offset, lanes)``, which stores a tuple of lanes as one vector.
 
-        The size and the place of the vector are those of `load_vector`.
+        For the size and the address of the vector, see `load_vector`.
         """
         ...
 
@@ -81,7 +81,7 @@ class InstructionSet(Protocol):
     def store_element(self, lane: str, itemsize: int) -> Function:
         """Return ``store(address, offset, value)``, which stores the first element of a lane.
 
-        The element has `itemsize` bytes; its place and alignment are those of `load_element`.
+        The element has `itemsize` bytes; for its address, see `load_element`.
         """
         ...
 

@@ -89,9 +89,9 @@ def digest_of_sources() -> str:
 
 
 def prebuilt_ptx(form: Form, path: Path = ARCHIVE) -> bytes | None:
-    """Return the PTX of a canonical form; None if the archive at `path` lacks it.
+    """Return the PTX of a canonical form from the archive at `path`, or None.
 
-    Return None, too, if the kernels of the archive were made from other sources.
+    None: the archive lacks the kernel, or its kernels were made from other sources.
 
     Raises
     ------
@@ -140,7 +140,7 @@ def _unreadable(path: Path, exc: Exception) -> TransportError:
 
 
 def write(kernels: Mapping[Form, bytes], origin: Origin, path: Path) -> None:
-    """Write an archive of kernels, given by their forms; equal arguments give equal bytes."""
+    """Write an archive with the PTX of `kernels`; equal arguments give equal bytes."""
     members: dict[str, bytes] = {_ORIGIN: msgspec.json.encode(origin)}
     for form in sorted(kernels, key=lambda form: form.name):
         member = _member_of(form)

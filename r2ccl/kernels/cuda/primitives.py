@@ -146,7 +146,7 @@ def routine(function: Function, result: str, *operands: str) -> Function:
 
 
 def _transferred(lane: str, registers: Sequence[str]) -> tuple[str, str]:
-    """Return the type and the operand of a load or store of registers of a lane type."""
+    """Return the PTX type and operand with which one instruction loads or stores `registers`."""
     if len(registers) == 1:
         return lane[:3], registers[0]
     return f"v{len(registers)}.{lane[:3]}", f"{{{', '.join(registers)}}}"
@@ -175,7 +175,11 @@ def _inline(
     context: Any, builder: Any, text: str, result: Any, operands: Sequence[Any],
     values: Sequence[Any], *, is_ordered: bool = False,
 ) -> Any:  # fmt: skip
-    """Emit inline PTX; a tuple takes one register per item."""
+    """Emit the inline PTX `text`, and return its result of type `result`.
+
+    A tuple among the operands and in the result takes one register per item. If `is_ordered`, the
+    compiler keeps the order of this PTX and of other such PTX.
+    """
     registers: list[Any] = []
     for kind, value in zip(operands, values, strict=True):
         registers += _flatten(builder, kind, value)

@@ -96,9 +96,9 @@ def ptx_of(form: Form, capability: tuple[int, int], directory: Path | None) -> P
     InvalidArgument
         If the GPU is too old; see `check_capability`.
     TransportError
-        If the prebuilt kernels cannot be read (status ``NO_KERNELS``). With status ``NO_CUDA``: if
-        the kernel is not prebuilt and numba-cuda is missing, or if the kernel must be compiled and
-        NVIDIA's compiler is missing or damaged. Without a status: if the compiler fails.
+        If the prebuilt kernels cannot be read (status ``NO_KERNELS``). If the kernel is not
+        prebuilt and numba-cuda is missing, or the kernel must be compiled and NVIDIA's compiler is
+        missing or damaged (status ``NO_CUDA``). If the compiler fails (no status).
 
     Notes
     -----

@@ -231,7 +231,7 @@ def _sweep(form: Form, unit: _Unit, begin: str, end: str, at_once: int) -> list[
 
 
 def _result_of(form: Form, unit: _Unit) -> list[str]:
-    """Return the lines of the function that computes one unit of the result."""
+    """Return the lines of a function that computes one unit of the result from those of inputs."""
     inputs = [f"inputs[{i}]" for i in range(form.ninputs)]
     if unit.name != "element":
         lanes = (_lane(form, [f"{each}[{i}]" for each in inputs]) for i in range(unit.nlanes))

@@ -30,7 +30,7 @@ _HALVES: dict[str, Any] = {"f16x2": np.float16, "bf16x2": ml_dtypes.bfloat16}
 
 
 def instruction(name: str) -> Function:
-    """Implement `InstructionSet.instruction`; the returned function never warns about overflow."""
+    """Implement `InstructionSet.instruction`; NumPy's floating-point warnings are switched off."""
     quiet: Function = np.errstate(all="ignore")(_instruction(*name.split(".")))
     return quiet
 

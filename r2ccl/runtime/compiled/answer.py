@@ -1,7 +1,7 @@
 """Answer to the request of a long message, in compiled code; see `r2ccl.runtime.messages.prepared`.
 
-The kernel of the local steps of such a call makes the answer. The sender uses this kernel, too, to
-compare the grant with the expected one.
+The kernel that runs the local steps of such a call makes the answer, the grant. On the sender, the
+same kernel compares the received grant with the expected one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def make_answer() -> Callable[[int, int, int, int], int]:
     callable
         ``kernel(sources, count, target, nbytes)``: `sources` is the address of a table, whose
         second word is the address of the request that was received. `target` is the address of the
-        grant; the words that the request must have are directly before it. Returns 1 if the request
-        has other words. Otherwise stores the number of the request in the grant and returns 0.
+        grant; the words that the request must have are directly before the grant. Returns 1 if the
+        request has other words. Otherwise stores the number of the request in the grant and returns
+        0.
     """
 
     def kernel(sources: Any, count: Any, target: Any, nbytes: Any) -> Any:

@@ -130,7 +130,8 @@ class CompiledCalls:
     ) -> Sequence[LaneRun] | None:
         """Run a call until it ends or leaves compiled code.
 
-        Call `Links.begin` first, except for messages. Afterwards, the call may be held (`held`).
+        Call `Links.begin` before this method, except for messages. A call that has ended may then
+        be held (`held`).
 
         Parameters
         ----------
@@ -147,10 +148,10 @@ class CompiledCalls:
             may need another plan.
         post : callable, optional
             Required for messages, whose calls have no lanes: if the data loop has to finish the
-            call, ``post()`` posts its slices and receives. The caller of `run` must call
-            `take_events` first, because the events may be messages.
+            call, ``post()`` posts its slices and receives. Before `run`, the caller must have
+            called `take_events`, because the events may be messages.
         health : Health, optional
-            Health that the plan was chosen for.
+            Health for which the plan was chosen.
 
         Returns
         -------
@@ -185,8 +186,8 @@ class CompiledCalls:
     def take_events(self) -> bool:
         """Handle the events that the transport has; return False if it has none.
 
-        They are of an earlier call, which ended in Python. While events wait, the transport does
-        not lend connections.
+        The events are of an earlier call, which ended in Python, or of messages. While events wait,
+        the transport does not lend connections.
         """
         if not self._transport.has_events:
             return False
@@ -201,7 +202,10 @@ class CompiledCalls:
     # Repeated calls
 
     def last_op_of(self, calls: Calls[Consumer]) -> int:
-        """Return the number of the last call of a communicator; any thread may call this method."""
+        """Return the number of a communicator's last call, even if it is only in held tables.
+
+        Any thread may call this method.
+        """
         held = self.held
         return calls.op if held is None else held.op_of(calls)
 
@@ -214,12 +218,13 @@ class CompiledCalls:
     ) -> bool:
         """Make `program` the one that `repeat` runs; return False if it cannot be repeated now.
 
-        A call with its plan must be allowed to be held. `calls` and `on_settled` are those of its
-        communicator (see `HeldCalls`), and `scratch` is its scratch memory; None: new memory.
+        Calls of `program` must be ones that may be held (`on_settled` of `run`). `calls` and
+        `on_settled` are those of the program's communicator (see `HeldCalls`). `scratch` is the
+        program's scratch memory; None: new memory.
 
-        It cannot be repeated if nothing is held, the routes of its links have changed, slices or
-        frames of earlier calls are in progress on links that no held program uses, a connection
-        cannot be lent (see `TcpTransport.lend`), or the memory is full.
+        `program` cannot be repeated if nothing is held, the routes of its links have changed,
+        slices or frames of earlier calls are in progress on links that no held program uses, a
+        connection cannot be lent (see `TcpTransport.lend`), or the memory is full.
         """
         held = self.held
         if held is None:
@@ -280,9 +285,10 @@ class CompiledCalls:
         repeat: Callable[[Callable[[], int]], int],
         post: Callable[[], None] | None = None,
     ) -> Sequence[LaneRun]:
-        """Continue a repetition of a held call, whose loop has returned `result`.
+        """Continue a repetition of a held call whose loop has returned `result`.
 
-        No call is held any more. The other parameters, and the result, are those of `run`.
+        `result` is neither FINISHED nor CHANGED. This method ends the hold of all calls. The other
+        parameters, and the returned value, are those of `run`.
         """
         held = self.held
         assert held is not None
@@ -349,9 +355,9 @@ class CompiledCalls:
         self.held = None
 
     def is_interrupted(self) -> bool:
-        """Return whether the transport has events that do not concern the running or held call.
+        """Return whether the transport has events that do not concern the running or held calls.
 
-        Earlier calls of the transport's `wake` have no effect afterwards.
+        Earlier wake-ups by `wake` of the transport have no effect afterwards.
         """
         conns = self._conns if self.held is None else self.held.conns.values()
         return self._transport.has_other_events(conns)
@@ -524,7 +530,10 @@ class CompiledCalls:
         return True
 
     def _import_arrivals(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy the call's eager slices that have arrived already; return False if one is unfit."""
+        """Copy the call's eager slices that have arrived already.
+
+        Return False if one of these slices has another size than the call expects, or is cleared.
+        """
         arrived = program.arrived(end.number)
         for seq, payload in end.receiver.arrivals.items():
             ordinal = seq - end.receiver.posted
@@ -583,7 +592,7 @@ class CompiledCalls:
     ) -> None:
         """Keep copies of the eager slices of ended calls that the peer has not confirmed yet.
 
-        The newest call of `running` has not ended.
+        The newest call of the program `running`, if given, has not ended: its slices are not kept.
         """
         found: dict[SendLink, list[tuple[int, CompiledProgram, LinkPair, int, int]]] = {}
         for program in programs:
@@ -623,7 +632,10 @@ class CompiledCalls:
                     self._progress.confirmed(program.paths[conn].peer, channel, ack)
 
     def _totals_after(self, counts: Mapping[CompiledProgram, int], nfinished: int) -> Totals:
-        """Return the totals after `counts` calls; `nfinished` of them are not counted yet."""
+        """Return the totals after `counts` more calls of each program.
+
+        `nfinished` of these calls are not part of ``self.nfinished`` yet.
+        """
         paths: dict[Path, list[int]] = {}
         for program, ncalls in counts.items():
             for key, traffic in program.traffic.items():
@@ -683,7 +695,7 @@ def _use_scratch(program: CompiledProgram, memory: npt.NDArray[np.uint8]) -> Non
 
 
 def _attach(program: CompiledProgram, conns: list[Connection]) -> None:
-    """Let a program use the connections of its paths, from now on."""
+    """Let a program use the connections `conns`, one for each of its paths, from now on."""
     program.conns = conns
     start = program.conns_at
     for conn in conns:
@@ -696,7 +708,7 @@ def _attach(program: CompiledProgram, conns: list[Connection]) -> None:
 
 
 def _is_idle(end: LinkPair) -> bool:
-    """Return whether the two links have no slices or frames but unconfirmed eager slices."""
+    """Return whether nothing is in progress on the two links except unconfirmed eager slices."""
     sender, receiver = end.sender, end.receiver
     if receiver.landings or receiver.arrivals or receiver.posted != receiver.consumed:
         return False

@@ -1,7 +1,7 @@
 """Hand-over of the newest state of links from one held program to another, in compiled code.
 
-Held programs share some of their words, see `r2ccl.runtime.compiled.hold`. A program is given to
-`make_hand_over` as an array of 64-bit words: `WORDS`, `NSHARED`, then for each shared word its
+Held programs share some of their words, see `r2ccl.runtime.compiled.hold`. The shared words of a
+program are described by an array of 64-bit words: `WORDS`, `NSHARED`, then for each shared word its
 index in the program's words, its index in the table of all shared words, and its `ahead`: the word
 in the table minus that of the program, once the program's call has ended.
 """
@@ -25,10 +25,11 @@ def make_hand_over() -> Callable[[int, int, int, int], int]:
     Returns
     -------
     callable
-        ``hand_over(source, is_ended, target, table)`` takes the addresses of a program's shared
-        words, or 0 for none, and of the table. It copies the words of `source` to the table, and
-        those of `target` from there. `is_ended` is 1 if the call of `source` has ended. The call of
-        `target` has ended. Returns 0.
+        ``hand_over(source, is_ended, target, table)`` copies the shared words of one program to the
+        table, and then those of another program from the table. `source` and `target` are the
+        addresses of the descriptions of these words; 0: there is no such program. `table` is the
+        address of the table. `is_ended` is 1 if the call of the first program has ended; that of
+        the second must have ended. Returns 0.
     """
 
     def hand_over(source: Any, is_ended: Any, target: Any, table: Any) -> Any:

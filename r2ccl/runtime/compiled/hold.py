@@ -32,16 +32,16 @@ from r2ccl.types import PathKey
 
 
 class _Shared(NamedTuple):
-    """Shared words of a program, see `r2ccl.runtime.compiled.hand_over`, and their address."""
+    """Description of a program's shared words, for `r2ccl.runtime.compiled.hand_over`."""
 
     words: npt.NDArray[np.int64]
     address: int
 
 
 class Totals(NamedTuple):
-    """Counts once held calls are settled.
+    """Values that counters have once the held calls are settled.
 
-    They are absolute: to set them again changes nothing.
+    They are not increments, so setting them twice does no harm.
 
     Attributes
     ----------
@@ -56,21 +56,21 @@ class Totals(NamedTuple):
 
 
 class HeldCalls:
-    """Held calls of one communicator, or its messages.
+    """Held calls of one communicator, or of its messages.
 
     Parameters
     ----------
     calls : Calls
     on_settled : callable
-        ``on_settled(op)`` must be called when the hold ends, with the number of the last call that
-        was started.
+        ``on_settled(op)`` is called when the hold ends, with the number of the last call that was
+        started.
     program : CompiledProgram
         Program of the first call.
 
     Attributes
     ----------
     op : int
-        Number of the last call, while another communicator's program has the newest state.
+        Number of the last call; out of date while a program of these calls has the newest state.
     """
 
     __slots__ = ("_first", "_turns", "calls", "on_settled", "op")
@@ -86,7 +86,7 @@ class HeldCalls:
         self._turns: deque[tuple[int, CompiledProgram]] = deque(maxlen=HISTORY)
 
     def take_over(self, program: CompiledProgram) -> None:
-        """Note that `program` makes the calls after call `op`."""
+        """Note that `program` makes the calls after call `op`, until another one takes over."""
         program.view[at.OP] = self.op
         turns, first_op = self._turns, self.op + program.view[at.OP_STEP]
         if turns and turns[-1][0] == first_op:  # the program that took over last made no call
@@ -94,7 +94,7 @@ class HeldCalls:
         turns.append((first_op, program))
 
     def settle(self) -> None:
-        """Bring numbers and signatures of the calls to the state after call `op`."""
+        """Bring `calls` to the state after call `op`, and call ``on_settled(op)``."""
         calls, op = self.calls, self.op
         if op > calls.op:
             calls.repeat_to(op, lambda number: self._plan_of(number).signature)
@@ -108,7 +108,7 @@ class HeldCalls:
 
 
 class HeldPrograms:
-    """Held programs; the first one has just run.
+    """Programs that are held together; made with the first one after its call has ended.
 
     Parameters
     ----------
@@ -116,18 +116,18 @@ class HeldPrograms:
     conns : sequence of Connection
         Connections of the program's paths, which are lent.
     calls : Calls
-        Calls of its communicator.
+        Calls of the program's communicator.
     on_settled : callable
         As for `HeldCalls`.
     ncalls : int
-        `Links.ncalls` when the call began.
+        `Links.ncalls` after the call.
 
     Attributes
     ----------
     program : CompiledProgram
         Program with the newest state.
     current : HeldCalls
-        Calls that it belongs to.
+        Held calls of this program's communicator.
     conns : dict of PathKey to Connection
         All connections that are lent.
     all_calls : dict of Calls to HeldCalls
@@ -183,7 +183,7 @@ class HeldPrograms:
         return (peer, channel) in self._links
 
     def reserve(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        """Return memory for another program; None: too little is left."""
+        """Return `nbytes` of memory for another program, or None if too little is left."""
         start = self._used_nbytes
         if start + nbytes > self._arena.nbytes:
             return None
@@ -191,7 +191,10 @@ class HeldPrograms:
         return self._arena[start : start + nbytes]
 
     def add(self, program: CompiledProgram) -> None:
-        """Hold `program`, too, whose tables are as before a call and whose connections are lent."""
+        """Hold `program`, too.
+
+        Its tables must have the values before a call, and its connections must be in ``conns``.
+        """
         program.view[at.NREPEATS], program.view[at.REMAINING] = -1, 0  # as after a call
         self._members[program] = self._share(program)
 
@@ -201,7 +204,7 @@ class HeldPrograms:
         calls: Calls[Consumer],
         on_settled: Callable[[int], None],
     ) -> None:
-        """Give the newest state to `program`.
+        """Give the newest state to `program`, which is held and becomes the current program.
 
         `calls` and `on_settled` are those of its communicator, see `HeldCalls`.
         """
@@ -235,7 +238,10 @@ class HeldPrograms:
                     self._hand_over(None, program, is_ended=True)
 
     def others(self) -> list[Connection]:
-        """Return the connections that the current program does not use, after `spread`."""
+        """Return the connections that the current program does not use, with their newest state.
+
+        Call `spread` first.
+        """
         found = []
         for path, conn in self.conns.items():
             if path not in self.program.paths:
@@ -248,7 +254,10 @@ class HeldPrograms:
     # Programs
 
     def _share(self, program: CompiledProgram) -> _Shared:
-        """Return the shared words of a program; extend the table by those that it lacks."""
+        """Return the description of a program's shared words.
+
+        Extend the table by the words of links and paths that no other program has.
+        """
         entries: list[tuple[int, int, int]] = []
         for end in program.ends:
             key = end.sender.peer, end.sender.channel
@@ -290,7 +299,11 @@ class HeldPrograms:
 def _entries(
     column: int, words: Sequence[int], row: int, ahead: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the entries of some words of a link or connection; see `hand_over`."""
+    """Yield the entries of `words` of a link or connection, see `hand_over`.
+
+    `column` is the index of its first word in the program, and `row` that of its first word in the
+    table. `ahead` has one number for each of `words`.
+    """
     for number, (word, more) in enumerate(zip(words, ahead, strict=True)):
         yield column + word, row + number, more
 

@@ -199,7 +199,7 @@ UNSETTLED = 5
     #: Address of the envelope to send, and of the one received (0: none), each with the size of its
     #: data.
     OUTGOING, OUTGOING_NBYTES, INCOMING, INCOMING_NBYTES,
-    #: First and second word of the received envelope.
+    #: First and second word that the received envelope must have.
     INCOMING_KIND, INCOMING_TAG,
     #: Number of the last message of this rank.
     IDENT,

@@ -115,9 +115,10 @@ def flush(state: Any) -> Any:
 
 @inlined
 def has_unsent(state: Any) -> Any:
-    """Return whether a slice is not written completely because its socket is full.
+    """Return whether a slice has not been written completely, because its socket is full.
 
-    Staged frames, which include small eager slices, do not count: `restore_bytes` passes them on.
+    Staged frames, which include small eager slices, do not count: `restore_bytes` passes them to
+    the data loop.
     """
     for number in range(state[NCONNS]):
         conn = conn_of(state, number)
@@ -143,10 +144,11 @@ def has_rest(state: Any) -> Any:
 
 @inlined
 def read_all(state: Any) -> Any:
-    """Read from each socket until it is empty or an event was logged.
+    """Read from each socket until it is empty, its connection is stalled or an event was logged.
 
     Return EVENT if `parse` or `read_target` returned it, FOREIGN for a frame that compiled code
-    does not handle, -2 if a connection failed, and MORE otherwise.
+    does not handle, -2 if a connection failed, and MORE otherwise. FOREIGN and -2 end the function
+    at once.
     """
     found = MORE
     for number in range(state[NCONNS]):

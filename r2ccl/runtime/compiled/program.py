@@ -156,8 +156,8 @@ class CompiledProgram:
     scratch_nbytes : int
         Size of the scratch memory.
     health : Health or None
-        Health that the plan of the last call was chosen for, if calls with the same plan may be
-        repeated for it.
+        Health that `CompiledCalls.run` was given for the last call, if this call may be held;
+        otherwise None.
     """
 
     def __init__(
@@ -370,10 +370,10 @@ class CompiledProgram:
     def _count_slots(self, window: int, scratch_nbytes: int) -> int:
         """Return how many successive calls need slots, because their slices may be unconfirmed.
 
-        Two suffice if every peer that receives slices also sends some, which confirm those that it
-        has consumed. Otherwise a peer confirms only after some slices. 1: the call cannot be
-        repeated. `window` is the number of eager slices of a link that may be unconfirmed, and
-        `scratch_nbytes` the size of the scratch memory of a held call.
+        Two suffice if every peer that receives slices also sends some, because these confirm the
+        received ones. Otherwise up to `window` slices of a link, each perhaps of another call, may
+        be unconfirmed. Return 1 if the call cannot be repeated, because it would need too much
+        memory. `scratch_nbytes` is the size of the scratch memory of a held call.
         """
         is_answered = all(pair.receives for pair in self.pairs if pair.sends)
         nslots = 2 if is_answered else window + 1
@@ -397,7 +397,10 @@ class CompiledProgram:
         return self.view[at.REMAINING]
 
     def waits(self) -> list[tuple[int, int, int]]:
-        """Return (peer, channel, number) of the next slice that each link must deliver, if any."""
+        """Return (peer, channel, number) of the slice that each link must deliver next.
+
+        Links that have delivered all slices of the call are left out.
+        """
         found = []
         for pair, link in zip(self.pairs, self.ends, strict=True):
             ordinal = self.view[link.row + at.DELIVERED]
@@ -408,7 +411,7 @@ class CompiledProgram:
     # Calls
 
     def bind(self) -> bool:
-        """Use the current routes of the links.
+        """Use the current routes of the links from now on; return True.
 
         Return False, and change nothing, if the two links of a pair have no common route.
         """
@@ -449,9 +452,9 @@ class CompiledProgram:
         self.slots[0] = row
 
     def last_op(self, *, is_running: bool) -> int:
-        """Return the number of the last call, or of the one before it if `is_running`.
+        """Return the number of the program's last call that has ended; 0: none since it was held.
 
-        0: it has made none since it was held.
+        If `is_running`, a further call has begun, and does not count.
         """
         newest = self.view[at.NREPEATS] - is_running
         return 0 if newest < 0 else int(self.slots[newest % self.nslots, 0])
@@ -492,7 +495,10 @@ class CompiledProgram:
         return [(entry >> 32, entry & 0xFFFFFFFF) for entry in entries]
 
     def arrived(self, number: int) -> Words:
-        """Return a view of the number of bytes that arrived of each slice of a pair; -1: all."""
+        """Return a view of the number of bytes that have arrived of each slice of a pair.
+
+        -1: the slice is complete.
+        """
         start = self._arrived_at[number]
         return self.words[start : start + len(self.pairs[number].receives)]
 

@@ -113,7 +113,8 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
     Return EVENT if the frame was handled and an event was logged. Return TAKEN for a fragment of a
     slice that is not complete yet; only the fragment's confirmation may have been logged. Return
     MORE if bytes are missing, and FOREIGN if Python must handle the frame. If the frame belongs to
-    a later call or message, set IS_STALLED, leave the frame in the buffer and return MORE.
+    a later call or message, set IS_STALLED, leave the frame in the buffer and return MORE; but for
+    a later message, return FOREIGN if frames for which the call waits may follow.
     """
     at = conn[BUFFER] + conn[PARSED]
     kind, channel, nbytes = load32(at) & 0xFF, load32(at + 4), load32(at + 8)
@@ -238,8 +239,8 @@ def end_fragment(state: Any, number: Any, conn: Any) -> Any:
 def confirm_early(state: Any, number: Any, conn: Any) -> None:
     """Confirm a link's last slice in the call if the socket already holds all its missing bytes.
 
-    Do so at most once, only with `Config.is_resilient`, and only if all earlier slices of the link
-    are delivered.
+    This happens at most once in a call, only with `Config.is_resilient`, and only if all earlier
+    slices of the link are delivered.
     """
     pair, ordinal = pair_of(state, conn[TARGET_PAIR]), conn[TARGET_ORDINAL]
     # The confirmation covers all earlier slices, too.
@@ -264,7 +265,8 @@ def confirm_early(state: Any, number: Any, conn: Any) -> None:
 def read_target(state: Any, number: Any, conn: Any) -> Any:
     """Read into a landing place once; return EVENT if the slice is complete, otherwise TAKEN.
 
-    Return -2 if the peer closed the connection, -3 if the system call failed.
+    Return -2 if the peer closed the connection. Return -3 if the system call failed, also because
+    the socket is empty (EAGAIN).
     """
     confirm_early(state, number, conn)
     asked = min(conn[TARGET_LEFT], CALL_NBYTES)
@@ -284,7 +286,8 @@ def read_target(state: Any, number: Any, conn: Any) -> Any:
 def read_buffer(conn: Any) -> Any:
     """Read into the receive buffer once; return TAKEN.
 
-    Return -2 if the peer closed the connection, -3 if the system call failed.
+    Return -2 if the peer closed the connection. Return -3 if the system call failed, also because
+    the socket is empty (EAGAIN).
     """
     rest = conn[FILLED] - conn[PARSED]
     if conn[PARSED]:

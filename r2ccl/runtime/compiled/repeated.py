@@ -141,10 +141,10 @@ def make_repeated() -> Callable[[int, int, int, int, int], int]:
     callable
         ``loop(address, source_at, target_at, call, is_resumed)``, an `r2ccl.shm.layout.Loop` whose
         state is that of a compiled call. `call` is the address of the words of
-        `r2ccl.runtime.staged_call`. The loop always begins a new call, whatever `is_resumed`.
-        Returns CHANGED if the arrays have another form or the call cannot be repeated now,
-        otherwise as `r2ccl.runtime.compiled.loop.make_loop`. The copy after the call is made only
-        if the result is FINISHED.
+        `r2ccl.runtime.staged_call`. The loop always begins a new call and ignores `is_resumed`.
+        Returns CHANGED if the arrays have another form or the call cannot be repeated now;
+        otherwise a result of the loop of `r2ccl.runtime.compiled.loop.make_loop`. If this result is
+        not FINISHED, the copy after the call is left to the caller.
     """
 
     def loop(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:

@@ -46,7 +46,11 @@ from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN_ON_LINKS
 
 @inlined
 def is_possible(words: Any) -> Any:
-    """Return whether the receiver may buffer the message, and no report to the sender is due."""
+    """Return whether the exchange can be repeated without a separate report to the sender.
+
+    The receiver must have room to buffer the message. A report is due after `MOST_UNREPORTED`
+    bytes; if sender and receiver are the same rank, the message to it carries the report.
+    """
     nbytes = words[NBYTES_SENT] - words[NBYTES_TAKEN] + words[OUTGOING_NBYTES]
     if words[OUTGOING] and nbytes > MOST_UNTAKEN_ON_LINKS:
         return False
@@ -56,7 +60,7 @@ def is_possible(words: Any) -> Any:
 
 @inlined
 def fill(words: Any, source: Any) -> None:
-    """Fill in the envelope to send; the data is at address `source`."""
+    """Fill in the envelope to send; the data of a short message is at address `source`."""
     envelope = words_at(words[OUTGOING])
     envelope[ENVELOPE_IDENT] = words[IDENT] + 1
     if words[IS_ANSWERED]:
@@ -66,7 +70,10 @@ def fill(words: Any, source: Any) -> None:
 
 @inlined
 def take(words: Any, target: Any) -> Any:
-    """Take the data from the received envelope; return False if it is not the expected one."""
+    """Copy the data from the received envelope to address `target`, count it and return True.
+
+    Return False, and do nothing, if the envelope is not the expected one.
+    """
     envelope, nbytes = words_at(words[INCOMING]), words[INCOMING_NBYTES]
     is_expected = envelope[ENVELOPE_KIND] == words[INCOMING_KIND]
     is_expected = is_expected and envelope[ENVELOPE_TAG] == words[INCOMING_TAG]
@@ -86,10 +93,11 @@ def make_repeated_message() -> Callable[[int, int, int, int, int], int]:
     Returns
     -------
     callable
-        ``loop(address, source_at, target_at, call, is_resumed)``, as that of
-        `r2ccl.runtime.compiled.repeated.make_repeated`. `call` is the address of the words of the
-        exchange. Returns UNEXPECTED if the exchange is complete, but the received envelope is not
-        the expected one; the message that was sent is counted then.
+        ``loop(address, source_at, target_at, call, is_resumed)``. The parameters and results are
+        those of the loop of `r2ccl.runtime.compiled.repeated.make_repeated`, except that `call` is
+        the address of the words of the exchange. In addition, returns UNEXPECTED if the exchange is
+        complete, but the received envelope is not the expected one; the message that was sent is
+        then counted, the received one is not.
     """
 
     def loop(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:

@@ -126,7 +126,10 @@ class Replay:
         self._numbers = {pair.key: number for number, pair in enumerate(program.pairs)}
 
     def lanes(self, lanes: HostLanes, calls: Calls[Consumer]) -> list[LaneRun]:
-        """Return the lanes of the call, for `run`; the data loop finishes them afterwards."""
+        """Make the lanes of the call, register them as consumers of its slices, and return them.
+
+        Pass their `advance` to `run`; afterwards the data loop finishes them.
+        """
         program, links = self._program, self._links
         call = _Continued(program, lanes)
         runs = [LaneRun(lane, call, links, lanes.pool) for lane in program.layout.lanes]
@@ -188,9 +191,9 @@ class Replay:
                 yield Arrived(path, frame, payload, monotonic(), is_confirmed)
 
     def measure(self) -> None:
-        """Report the cleared slices that `run` posted, but compiled code did not, as posted now.
+        """Report to the bandwidth measurement that some cleared slices are posted now.
 
-        The report goes to the bandwidth measurement.
+        These are the slices that `run` has posted and compiled code has not.
         """
         balance, now = self._links.balance, monotonic()
         assert balance is not None
@@ -291,8 +294,9 @@ class Replay:
 def restore_bytes(conn: Connection, words: Sequence[int], start: int) -> None:
     """Pass to a connection the bytes that compiled code has read and not parsed.
 
-    Also pass the frames that it has staged and not written. `words` contains the words of the
-    connection, from index `start` on. If Ctrl-C interrupts this function, it may be called again.
+    Also pass the frames that compiled code has staged and not written. `words` contains the words
+    of the connection, from index `start` on. If Ctrl-C interrupts this function, it may be called
+    again.
     """
     conn.parsed, conn.filled = words[start + at.PARSED], words[start + at.FILLED]
     left = words[start + at.NOW_NBYTES] - words[start + at.NOW_DONE]

@@ -118,9 +118,9 @@ def has_room(conn: Any, nbytes: Any) -> Any:
 def stage(
     state: Any, conn: Any, pair: Any, kind: Any, nbytes: Any, seq: Any, signature: Any
 ) -> Any:
-    """Stage a frame header, which also confirms the consumed slices of its pair.
+    """Stage a frame header, which also confirms the pair's consumed slices; return its address.
 
-    Return its address.
+    There must be room (`has_room`). The caller stages a payload, if any, behind the header.
     """
     at = conn[NEXT] + conn[NEXT_NBYTES]
     put_header(at, kind, pair[CHANNEL], nbytes, seq, pair[CONSUMED], state[OP], signature)
@@ -252,10 +252,10 @@ def begin_unit(state: Any, conn: Any) -> Any:
 
 @inlined
 def write_some(state: Any, conn: Any) -> Any:
-    """Write a part of the unit; return 1 if all of it is written, 0 if not, -1 if nothing was.
+    """Write a part of the unit once; return 1 if the unit is then complete, 0 if it is not.
 
-    After -1, ``errno()`` is the cause: EAGAIN if the socket is full, EINTR, or the connection's
-    error.
+    Return -1 if the system call failed and wrote nothing. ``errno()`` is then EAGAIN if the socket
+    is full, EINTR, or the error of the connection.
     """
     message = words_at(state[MESSAGE])
     parts = words_at(message[2])

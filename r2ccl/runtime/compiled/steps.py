@@ -59,7 +59,7 @@ _RECV, _RECV_REDUCE, _COPY = 1, 2, 3
 
 @inlined
 def is_ready(state: Any, step: Any, k: Any) -> Any:
-    """Return whether all dependencies of slice `k` of a step are done."""
+    """Return whether all dependencies of slice `k` of a step are satisfied."""
     after = words_at(step[AFTER])
     for number in range(step[NAFTER]):
         other = step_of(state, after[number] >> 2)
@@ -92,7 +92,7 @@ def combine(state: Any, step: Any, offset: Any, nbytes: Any, received: Any) -> N
 def use_slices(state: Any, pair: Any) -> Any:
     """Deliver the slices that have arrived on a pair, and copy or reduce those that are ready.
 
-    Return whether a slice was copied, reduced, or received at its destination.
+    Return whether any slice is now done that was not done before.
     """
     arrived, receives = words_at(pair[ARRIVED]), words_at(pair[RECEIVES])
     while pair[DELIVERED] < pair[ASKED] and arrived[pair[DELIVERED]] == -1:

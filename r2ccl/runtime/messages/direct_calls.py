@@ -6,9 +6,10 @@ plans. A received envelope that is not the expected one, for example because its
 passed to the driver. If compiled code leaves the call, its send and receive become requests of the
 driver, and the events of the call are passed to these requests.
 
-A call with the peers, tags and sizes of the two before it is repeated by one compiled function
+A call that ended in compiled code may be held and repeated (`r2ccl.runtime.compiled.call`). After
+two successive repetitions with the same peers and tags, one compiled function makes the next ones
 (`r2ccl.runtime.compiled.repeated_message`). That function keeps the driver's counts of messages
-until the held call is settled (`r2ccl.runtime.compiled.call`).
+until the held call is settled.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ from r2ccl.shm.arrays import form_of
 from r2ccl.shm.layout import CHANGED
 from r2ccl.shm.repeat import Role, repeat_of
 
-#: Maximum number of prepared direct calls. More are not direct; after `_NREFUSED` of these, all
-#: prepared calls are dropped, because the program may have changed its sizes.
+#: Maximum number of prepared direct calls. A call that would be one more is not direct; after
+#: `_NREFUSED` such calls, all prepared calls are dropped, because the program may have changed its
+#: sizes.
 _NPREPARED, _NREFUSED = 32, 1_000
 #: A call that leaves compiled code takes longer than a call in Python. It adds `_LEFT_COST` to the
 #: cost of its key; a call that ends in compiled code subtracts 1. If the cost exceeds `_MOST_COST`,
@@ -133,7 +135,10 @@ class DirectCalls:
     def is_likely(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
     ) -> bool:
-        """Return whether to try a direct call; any thread may call this method."""
+        """Return whether to try a direct call; any thread may call this method.
+
+        If the next calls with `key` are not to be direct, count one of them and return False.
+        """
         if any(end is not None and end.peer == ANY for end in (sent, received)):
             return False
         if not (self._are_short(sent, received) or self._are_long(sent, received)):
@@ -183,7 +188,7 @@ class DirectCalls:
         return self._end(key, call, sent, received, requests)
 
     def _is_possible(self, sent: DirectEnd | None, received: DirectEnd | None) -> bool:
-        """Return False if `run` must return NOT_RUN for a reason that is not in the links."""
+        """Return whether peers, messages and receives permit a direct call; see `run`."""
         driver = self._driver
         if driver.has_long or (driver.has_waiting and not self._are_short(sent, received)):
             return False
@@ -197,9 +202,10 @@ class DirectCalls:
     def repeat(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
     ) -> Outcome:
-        """Run a direct call as `run`, by a repetition of a held call; any thread may call this.
+        """Repeat the last direct call with these peers and sizes, with new tags and arrays.
 
-        Return NOT_RUN if it cannot be repeated now.
+        Return the outcome as `run` does, and NOT_RUN if that call is not held or cannot be repeated
+        now. Any thread may call this method.
         """
         call = self._prepared.get((*_size_of(sent), *_size_of(received)))
         if call is None or call.program is None:
@@ -216,7 +222,10 @@ class DirectCalls:
         received: DirectEnd | None,
         compiled: CompiledCalls,
     ) -> bool:
-        """Let `repeat` repeat `call`, as the owner of the data loop; return False if it cannot."""
+        """Make `call` the one that a repetition repeats; return False if that is impossible now.
+
+        The calling thread must own the data loop.
+        """
         program = call.program
         self._on_settled(0)
         # Another thread may have run the call since, and it was not held then.
@@ -241,7 +250,7 @@ class DirectCalls:
         received: DirectEnd | None,
         message: Message | None,
     ) -> None:
-        """Let one compiled function repeat the held call, if its arrays can be used as they are."""
+        """Let one compiled function repeat the held call, if its arrays are contiguous in NumPy."""
         x = NOTHING if sent is None else sent.buffer.owner
         out = NOTHING if received is None else received.buffer.owner
         for array in (x, out):
@@ -315,7 +324,10 @@ class DirectCalls:
         received: DirectEnd | None,
         rest: None,
     ) -> Any:
-        """Implement `repeat`, as the owner of the data loop; return NotImplemented for NOT_RUN."""
+        """Implement `repeat` in the thread that owns the data loop.
+
+        Return NotImplemented, not NOT_RUN, if the call cannot be repeated now.
+        """
         self._on_settled(0)
         if sent is not None and not self._driver.has_room(sent.peer, sent.buffer.nbytes):
             return NotImplemented
@@ -368,7 +380,10 @@ class DirectCalls:
         received: DirectEnd | None,
         requests: list[Delayed],
     ) -> Outcome:
-        """Return the outcome of a direct call, which `requests` continue if there are any."""
+        """Count the messages of a direct call and return its outcome.
+
+        `requests` is empty, or has the requests that continue the call.
+        """
         found: Outcome = None
         if requests:
             found = requests[0]
@@ -400,7 +415,7 @@ class DirectCalls:
         return Delayed(None, self._driver.pass_on(*given))
 
     def _post(self, sent: DirectEnd | None, received: DirectEnd | None) -> Delayed:
-        """Make requests of a direct call that compiled code has left."""
+        """Return requests that continue a direct call that compiled code has left."""
         driver = self._driver
         taker: ReceiveRequest | None = None
         request: SendRequest | None = None

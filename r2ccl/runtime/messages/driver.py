@@ -288,7 +288,10 @@ class MessageDriver(MessageProtocol):
         _HEADER.pack_into(envelope, 0, kind, dtype, self._first_op, tag, ident, nbytes, took)
 
     def is_undivided(self, nbytes: int) -> bool:
-        """Return whether a message has one channel with any health, and few enough slices."""
+        """Return whether compiled code can move a long message of `nbytes`.
+
+        The message must use one data channel whatever the health, and have few enough slices.
+        """
         is_small = nbytes <= self._slice_nbytes * _MOST_SLICES
         return is_small and (len(self._rails) == 1 or nbytes <= self._slice_nbytes)
 
@@ -329,14 +332,20 @@ class MessageDriver(MessageProtocol):
         self.note_taken(to, grant)
 
     def take_long(self, request: memoryview, source: int) -> Message:
-        """Return the message with this request, which compiled code has received and granted."""
+        """Return the message announced by `request`, which compiled code has granted and received.
+
+        Count the message, and what `request` reports as taken.
+        """
         _, dtype, _, tag, _, nbytes, _ = _HEADER.unpack_from(request)
         self._report(self._members[source])
         self.note_taken(source, request)
         return Message(source, tag, nbytes // dtype_of(dtype).itemsize)
 
     def note_taken(self, source: int, envelope: memoryview) -> None:
-        """Note what an envelope of rank `source` reports as taken; a later one may be noted."""
+        """Note the bytes that `envelope`, from rank `source`, reports as taken.
+
+        Envelopes need not be passed in order: the largest number is kept.
+        """
         _, _, first_op, _, _, _, taken = _HEADER.unpack_from(envelope)
         if first_op == self._first_op:
             peer = self._members[source]
@@ -386,7 +395,10 @@ class MessageDriver(MessageProtocol):
             words[INCOMING_TAKEN] = self._taken.get(peer, 0)
 
     def import_counts(self, words: memoryview, to: int | None, source: int | None) -> None:
-        """Set the counts to those in `words`; undo `export_counts` after repetitions."""
+        """Take over the counts from `words`, where repetitions have continued to count.
+
+        The words and ranks are those of `export_counts`.
+        """
         self._next_ident = words[IDENT]
         if to is not None:
             self._sent[self._members[to]] = words[NBYTES_SENT]
@@ -397,7 +409,7 @@ class MessageDriver(MessageProtocol):
             self._taken[peer] = words[INCOMING_TAKEN]
 
     def is_report_due(self, source: int) -> bool:
-        """Return whether `report` has to be called for rank `source`."""
+        """Return whether so many bytes from rank `source` are unreported that `report` is due."""
         peer = self._members[source]
         return self._took.get(peer, 0) - self._reported.get(peer, 0) >= MOST_UNREPORTED
 
@@ -408,7 +420,10 @@ class MessageDriver(MessageProtocol):
     def pass_on(
         self, envelope: memoryview, view: memoryview, dtype: int, source: int, tag: int
     ) -> ReceiveRequest:
-        """Post a receive, then handle an envelope that `take_short` has not taken."""
+        """Post a receive, then handle an envelope from `source` that `take_short` did not take.
+
+        Return the request of the receive, which the envelope may have completed.
+        """
         request = self.receive(view, dtype, source, tag)
         self._handle(self._members[source], envelope)
         return request
@@ -469,7 +484,7 @@ class MessageDriver(MessageProtocol):
             self.report(source)
 
     def note_sent(self, peer: int) -> None:
-        """Record that an announced message to `peer`, a rank of the job, is sent completely."""
+        """Record that a granted message to `peer`, a rank of the job, is sent and released."""
         self._note_busy(self._rank_of[peer], -1)
 
     def _note_busy(self, peer: int, change: int) -> None:
@@ -566,7 +581,10 @@ class MessageDriver(MessageProtocol):
         self._name(link, landing.index)
 
     def _name(self, link: RecvLink, number: int) -> None:
-        """Announce landing places on data channel `number`, at most `depth` at a time."""
+        """Announce landing places on `link` as long as fewer than `depth` are announced.
+
+        `number` is the index of its data channel, and becomes ``landing.index``.
+        """
         queue = self._incoming[link]
         while queue and self._named.get(link, 0) < self._depth:
             request, piece = queue.popleft()

@@ -195,7 +195,7 @@ class LocalMessages:
         ConcurrentCalls
             If the caller is a signal handler that interrupted this thread's turn.
         R2cclError
-            If the communicators have ended.
+            If the communicator has ended, or ends meanwhile.
         """
         caller, loop = self._caller, self._loop
         caller.since_s = monotonic()
@@ -266,7 +266,7 @@ class LocalMessages:
     def begin(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
     ) -> Outcome:
-        """Implement `Way.begin`; if the arrays are C-contiguous NumPy arrays, keep it for `repeat`.
+        """Implement `Way.begin`; keep a call with C-contiguous NumPy arrays for `repeat`.
 
         A direct call cannot run if another message is unfinished or waits to be received, another
         thread moves messages, or a peer is this rank or `ANY`.
@@ -335,10 +335,10 @@ class LocalMessages:
     # Ends
 
     def _failed(self, error: BaseException) -> BaseException:
-        """End the communicator; return `error`, for the call to raise.
+        """End the communicator because of `error`; return `error`, which the call then raises.
 
-        Afterwards no thread reads or writes the memory of a message, unless a warning was logged.
-        Further Ctrl-C does not interrupt this method.
+        Afterwards no thread reads or writes the memory of a message, unless this method has logged
+        a warning. Ctrl-C does not interrupt it.
         """
         self._has_ended = True
         for _ in range(_MOST_INTERRUPTS):

@@ -82,7 +82,7 @@ class LocalDriver(MessageProtocol):
 
     @property
     def is_quiet(self) -> bool:
-        """True if no message or receive is unfinished, and no message waits to be received."""
+        """True if at this rank no send or receive is unfinished, and no message is unreceived."""
         return not (self.has_work or self._announced) and self.matching.is_empty
 
     def withdraw(self) -> None:
@@ -95,7 +95,7 @@ class LocalDriver(MessageProtocol):
         return peer not in (ANY, self._rank)
 
     def is_short(self, nbytes: int) -> bool:
-        """Return whether a message of `nbytes` is small enough to be sent in its envelope."""
+        """Return whether a message of `nbytes` is short: small enough to travel in its envelope."""
         return nbytes <= self._eager_nbytes and self.rings.fits(nbytes)
 
     def forget(self) -> None:
@@ -109,10 +109,10 @@ class LocalDriver(MessageProtocol):
     # Progress
 
     def advance(self, is_waiting: bool) -> bool:
-        """Move frames, and handle envelopes; return whether any moved.
+        """Move frames, and handle envelopes; return whether any frame moved.
 
-        The call may return while more frames can move. If `is_waiting` and nothing can move, wait
-        some milliseconds for a frame.
+        This method may return while more frames can move. If `is_waiting` and nothing can move, it
+        first waits some milliseconds for a frame.
         """
         has_moved = False
         for _ in range(_MOST_EVENTS):
@@ -218,7 +218,7 @@ class LocalDriver(MessageProtocol):
     # Direct calls that compiled code has not finished
 
     def take_over_send(self, call: DirectCall, view: memoryview, dtype: int) -> SendRequest:
-        """Return a request that sends `view`; it continues where `call` stopped."""
+        """Return a request that sends `view`, and continues the send where `call` has stopped."""
         words = call.words
         to, step = int(words[layout.CALL_TO]), int(words[layout.SEND_STEP])
         if step == layout.TO_PUT:
@@ -233,7 +233,7 @@ class LocalDriver(MessageProtocol):
         return request
 
     def take_over_receive(self, call: DirectCall, view: memoryview, dtype: int) -> ReceiveRequest:
-        """Return a request that receives into `view`; it continues where `call` stopped."""
+        """Return a request that receives into `view`, and continues where `call` has stopped."""
         words = call.words
         source, step = int(words[layout.CALL_SOURCE]), int(words[layout.RECV_STEP])
         tag = int(words[layout.CALL_RECV_TAG])

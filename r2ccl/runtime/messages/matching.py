@@ -36,8 +36,8 @@ class Envelope(NamedTuple):
     """Description of a message that has arrived or was announced.
 
     ``ident`` is the number that the sender gave to the message, ``dtype`` the number of its dtype.
-    ``payload`` has the data of a short message, or of one that this rank sends to itself; None: the
-    data follows once a receive has taken the message.
+    ``payload`` has the data of a short message, or of one that this rank sends to itself. It is
+    None for an announced message, whose data follows once a receive has taken the message.
     """
 
     source: int
@@ -69,7 +69,7 @@ class Matching:
         self._takers: deque[Any] = deque()
 
     def taker_of(self, envelope: Envelope) -> Any:
-        """Remove and return the first receive that matches a new message; None if none matches."""
+        """Remove and return the first kept receive that matches a new message; None: none does."""
         for taker in self._takers:
             if _fits(taker, envelope):
                 self._takers.remove(taker)
@@ -87,14 +87,18 @@ class Matching:
         self._envelopes.remove(envelope)
 
     def post(self, taker: Taker) -> Envelope | None:
-        """Return the kept message that a new receive takes; if none matches, keep the receive."""
+        """Return the first kept message that matches a new receive, or keep the receive.
+
+        The receive is kept, and None returned, if no message matches. A returned message stays
+        kept until `remove`.
+        """
         found = self.find(taker)
         if found is None:
             self._takers.append(taker)
         return found
 
     def find(self, taker: Taker) -> Envelope | None:
-        """Return the first kept message that matches a receive; None if none matches."""
+        """Return the first kept message that matches a receive; None if no message does."""
         return next((each for each in self._envelopes if _fits(taker, each)), None)
 
     def cancel(self, taker: Taker) -> bool:
@@ -125,7 +129,7 @@ class Matching:
 
     @property
     def kept_nbytes(self) -> int:
-        """Size in bytes of the data of the kept messages."""
+        """Number of bytes of data that are kept; announced messages have none."""
         return sum(len(each.payload or b"") for each in self._envelopes)
 
 

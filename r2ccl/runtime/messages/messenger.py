@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 class MessageRequest:
     """Handle of a message that is being sent or received.
 
-    Keeps the array alive until `wait` returns. `wait` raises the error of a message that fails.
+    Keeps the array alive until `wait` returns. Until then, the array of a send must not be changed,
+    and that of a receive neither read nor changed.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class MessageRequest:
             If the message has more elements than the array of its receive, or another dtype. The
             send raises this error too, except for a message that a rank sends to itself, or a short
             message that is sent already; such a message stays at the receiver for another receive.
+        ConcurrentCalls
+            If the caller is a signal handler that interrupted a call of its thread.
         R2cclError
             If the communicator has ended.
         """
@@ -80,7 +83,14 @@ class MessageRequest:
     def cancel(self) -> bool:
         """Withdraw a receive that has taken no message; return whether it was withdrawn.
 
-        A send cannot be withdrawn. After a withdrawal, `wait` returns None.
+        A send is never withdrawn. After a withdrawal, `wait` returns None.
+
+        Raises
+        ------
+        ConcurrentCalls
+            If the caller is a signal handler that interrupted a call of its thread.
+        R2cclError
+            If the communicator has ended.
         """
         return self._messenger.cancel(self._request)
 
@@ -258,7 +268,7 @@ class Messenger:
         loop.callers[context_id] = self
 
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
-        """End the waits for messages and refuse all calls, each with a new error ``refusal()``.
+        """End the waits for messages and refuse all later calls, each with an error ``refusal()``.
 
         Any thread may call this method.
         """
@@ -266,7 +276,10 @@ class Messenger:
 
     @property
     def is_below(self) -> bool:
-        """True in a signal handler that interrupted a wait of its thread, or as `Way.is_below`."""
+        """True in a signal handler that interrupted a wait of its thread, and as `Way.is_below`.
+
+        A wait that another thread began or ended later hides the interrupted one.
+        """
         return self._waiter == get_ident() or self.way.is_below
 
     # Shared memory
@@ -282,9 +295,9 @@ class Messenger:
         self._local = self.way = LocalMessages(self, self._loop, driver, engine)
 
     def free_memory(self, timeout_s: float) -> bool:
-        """Send messages over the network again.
+        """Send messages over the network again, and return True.
 
-        Return False if a call still uses the shared memory after `timeout_s`.
+        Return False if a call still uses the shared memory after `timeout_s`; then call again.
         """
         if self._local is None or self._local.close(timeout_s):
             self._local, self.way = None, self._network

@@ -1,8 +1,8 @@
 """Direct calls: blocking sends and receives that compiled code runs without a request.
 
 A carrier of messages (`r2ccl.runtime.messages.messenger.Way`) runs a send, a receive, or both as a
-direct call if nothing else is under way with which the call could interfere. If the call cannot end
-in compiled code, for example because the peer is late, requests continue it.
+direct call if no other message is under way that the call could disturb. If the call cannot end in
+compiled code, for example because the peer is late, requests continue it.
 """
 
 from __future__ import annotations

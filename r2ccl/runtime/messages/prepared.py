@@ -1,7 +1,7 @@
 """Plans of direct calls over TCP, and the memory of their envelopes.
 
-A short message is one eager slice: its envelope with the data. A long message uses the slices
-below, as in `r2ccl.runtime.messages.driver`. Compiled code makes the answer to a request
+A short message is one eager slice: its envelope, with the data. A long message uses the slices
+that `r2ccl.runtime.messages.driver` uses, but compiled code compares and answers the envelopes
 (`r2ccl.runtime.compiled.answer`)::
 
     sender                           receiver
@@ -72,7 +72,7 @@ class PreparedCall(ABC):
     def pack(
         self, driver: MessageDriver, sent: DirectEnd | None, received: DirectEnd | None
     ) -> None:
-        """Make the envelopes for a call."""
+        """Write the envelopes that a call sends, and what it expects to receive, to the memory."""
 
     @abstractmethod
     def note_sent(self, driver: MessageDriver, sent: DirectEnd) -> None:
@@ -80,17 +80,24 @@ class PreparedCall(ABC):
 
     @abstractmethod
     def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
-        """Return the message that the call has received; None if it is not the expected one."""
+        """Count and return the message that the call has received.
+
+        Return None, and count nothing, if the received envelope is not the expected one.
+        """
 
     @abstractmethod
     def note_taken(self, driver: MessageDriver, to: int | None, source: int | None) -> None:
-        """Note what rank `to` and rank `source` reported as taken in repeated exchanges."""
+        """Note the bytes that rank `to` and rank `source` reported as taken during repetitions.
+
+        None: the call does not send, or does not receive.
+        """
 
     @abstractmethod
     def fill(self, words: memoryview, *, is_sending: bool, is_receiving: bool) -> None:
-        """Describe the envelopes in the words of a repeated exchange.
+        """Describe the envelopes of the last call in the words of a repeated exchange.
 
-        The words are those of `r2ccl.runtime.compiled.layout`.
+        For the words, see `r2ccl.runtime.compiled.layout`. Repetitions expect an envelope with the
+        tag that the last call received.
         """
 
 
@@ -254,7 +261,10 @@ class PreparedLong(PreparedCall):
         driver.note_long(sent.peer, self._part(_GRANTED))
 
     def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
-        """Implement `PreparedCall.take`; never None: compiled code has refused other requests."""
+        """Implement `PreparedCall.take`; never None: a call with another request does not end here.
+
+        Compiled code compares the request, and leaves the call if it is not the expected one.
+        """
         return driver.take_long(self._part(_REQUESTED), received.peer)
 
     def note_taken(self, driver: MessageDriver, to: int | None, source: int | None) -> None:

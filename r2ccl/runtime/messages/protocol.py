@@ -13,6 +13,10 @@ from this rank that no receive has taken. A short message that would exceed this
 too. A synchronous message is always announced: the grant tells its sender that a receive has taken
 the message.
 
+If a message does not fit the receive that matches it, the receive ends with an error. The receiver
+answers an announced message with REFUSE and the reason, which its sender then raises. A short
+message stays at the receiver for another receive.
+
 Invariant: the memory of a message is neither read nor written once its request is done.
 """
 
@@ -50,8 +54,8 @@ class SendRequest:
 class ReceiveRequest:
     """Receive of a message from rank `source` with `tag`; both may be `ANY`.
 
-    ``view`` is the memory of the result, ``dtype`` the number of its dtype, and ``error`` the
-    reason if a message did not fit.
+    ``view`` is the memory into which the message is received, ``dtype`` the number of the dtype
+    that the message must have, and ``error`` the reason if a message did not fit.
     """
 
     def __init__(self, view: memoryview, dtype: int, source: int, tag: int) -> None:
@@ -61,7 +65,8 @@ class ReceiveRequest:
         self.dtype = dtype
         self.source = source
         self.tag = tag
-        #: Message that the receive has taken, None before; and the size of that message in bytes.
+        #: Message that the receive has taken, and the size of this message in bytes; None and 0
+        #: before.
         self.result: Message | None = None
         self.nbytes = 0
 
@@ -93,8 +98,8 @@ class MessageProtocol(ABC):
     ) -> SendRequest:
         """Begin to send `view` to rank `to`; `view` is borrowed until the request is done.
 
-        `dtype` is the number of the dtype. If `is_synchronous`, the request is done only after a
-        receive has taken the message.
+        `dtype` is the number of the dtype. `to` may be this rank. If `is_synchronous`, the request
+        is done only after a receive has taken the message.
         """
         request = self._new_send(self._members[to], view)
         if to == self._rank:
@@ -111,7 +116,10 @@ class MessageProtocol(ABC):
         return request
 
     def receive(self, view: memoryview, dtype: int, source: int, tag: int) -> ReceiveRequest:
-        """Begin to receive a message into `view`, which is borrowed until the request is done."""
+        """Begin to receive a message into `view`, which is borrowed until the request is done.
+
+        `dtype` is the number of the dtype; `source` and `tag` may be `ANY`.
+        """
         request = self._new_receive(view, dtype, source, tag)
         envelope = self.matching.post(request)
         if envelope is not None and self._take(request, envelope):
@@ -119,7 +127,10 @@ class MessageProtocol(ABC):
         return request
 
     def cancel(self, request: ReceiveRequest) -> bool:
-        """Withdraw a receive, which is then done; return False if it does not wait any more."""
+        """Withdraw a receive that has taken no message; its request is then done.
+
+        Return False, and do nothing, if the receive has taken a message or has ended.
+        """
         is_withdrawn = self.matching.cancel(request)
         request.is_done |= is_withdrawn
         return is_withdrawn
@@ -129,7 +140,7 @@ class MessageProtocol(ABC):
         self.matching.forget_takers()
 
     def probe(self, source: int, tag: int) -> Message | None:
-        """Return the first message that a receive with `source` and `tag` would take, or None."""
+        """Return the message that a receive with `source` and `tag` would take now, or None."""
         found = self.matching.find(ReceiveRequest(memoryview(b""), 0, source, tag))
         return None if found is None else _described(found)
 
@@ -144,9 +155,9 @@ class MessageProtocol(ABC):
         self, source: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
         data: memoryview | bytes,
     ) -> None:  # fmt: skip
-        """Handle an envelope of rank `source`, of any kind except TAKEN and DATA.
+        """Handle an envelope of rank `source`: a MESSAGE, REQUEST, GRANT or REFUSE.
 
-        `data`, the payload of the envelope, is borrowed.
+        `data`, the payload of the envelope, is borrowed until this method returns.
         """
         if kind == EnvelopeKind.MESSAGE:
             self._arrived(Envelope(source, tag, dtype, nbytes, ident, data))
