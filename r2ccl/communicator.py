@@ -115,8 +115,9 @@ class Communicator:
     CommunicatorRevoked
         If the communicator was revoked or closed before, or is revoked during the call.
     ConcurrentCalls
-        If this call is a blocking collective, and another one runs in another thread. Also if the
-        signal handler that makes this blocking call interrupted another blocking call.
+        If this call is a blocking collective, and another one runs in another thread. Also if this
+        blocking call is made by a signal handler that interrupted another blocking call, or by a
+        function of `user_op`.
 
     After a failure
     ---------------
@@ -154,9 +155,10 @@ class Communicator:
         self._messages = MessageCalls(self._collectives, engine.messenger, self.nranks)
 
     def connect(self) -> None:
-        """Start the control plane, connect the rails, measure them if needed, and share memory.
+        """Start the control plane, connect the rails, measure the network, and share memory.
 
-        `r2ccl.init` and `shrink` call it once. If it raises, the communicator has been aborted.
+        The network is measured only if the choice of schedules depends on its speed. `r2ccl.init`
+        and `shrink` call this method once. If it raises, the communicator has been aborted.
 
         Raises
         ------
@@ -779,8 +781,8 @@ class Communicator:
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
         about log2(n) exchanges of the data if it fits one eager slice; otherwise a pipeline through
-        all ranks, if that is predicted to be faster. Ranks get the same bits on every run with the
-        same plan, but the sum of the highest rank may round differently from an allreduce.
+        all ranks, if that is predicted to be faster. Each rank gets the same bits in every run with
+        the same plan, but the sum of the highest rank may round differently from an allreduce.
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, False)
 
@@ -806,8 +808,8 @@ class Communicator:
         Parameters
         ----------
         x, out, op
-            As for `scan`. On rank 0, `out`, or `x` without `out`, is not modified; a new array of
-            JAX has the values of `x`.
+            As for `scan`. Rank 0 has no ranks below it, so `out` (without `out`, `x`) is not
+            modified there; if the result is a new array of JAX, it has the values of `x` there.
 
         Notes
         -----
@@ -881,12 +883,13 @@ class Communicator:
     def group(self) -> AbstractContextManager[Group]:
         """Collect the collectives and messages of a ``with`` block; run them together at its end.
 
-        All ranks must open groups with the same collectives, in the same order. Small allreduces of
-        one dtype and operation in host memory are joined, up to 4 MiB, and need the exchanges of
-        one. Messages begin before the collectives, so that no order of `send` and `recv` in the
-        block can deadlock. The arrays of the calls must not be modified within the block, and no
-        call may use the result of another. After the block, results in host memory are complete;
-        work that is then enqueued on the ``stream`` of a call on device memory sees its result.
+        All ranks must open groups with the same collectives, in the same order. Allreduces of at
+        most 256 KiB each in host memory, with the same dtype and operation, run together as one
+        allreduce of at most 4 MiB. Messages begin before the collectives, so that no order of
+        `send` and `recv` in the block can deadlock. The arrays of the calls must not be modified
+        within the block, and no call may use the result of another. After the block, results in
+        host memory are complete; work that is then enqueued on the ``stream`` of a call on device
+        memory sees the result of the call.
 
         Returns
         -------
@@ -994,8 +997,8 @@ class Communicator:
         ------
         InvalidArgument
             If an argument is invalid, or the message has another dtype or more elements than `out`.
-            If another rank waits for the `recv` of the message, its `send` raises, too; otherwise
-            the message stays for another `recv`.
+            If the `send` on another rank still waits for this `recv`, the `send` raises, too;
+            otherwise the message stays for another `recv`.
 
         Notes
         -----
@@ -1152,11 +1155,12 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If `color` or `key` is not an integer of 64 bits, `timeout_s` is not above 0, or a rank
-            has too many communicators open.
+            If `color` or `key` is not an integer of 64 bits, `timeout_s` is not a number above 0
+            and below 1e9, or a rank has too many communicators open.
         TransportTimeout
-            Also if, for ``R2CC_TIMEOUT_S``, other threads were making communicators, or all context
-            ids of a rank were in use; the communicator stays usable.
+            Also if, for ``R2CC_TIMEOUT_S``, other threads were making communicators, or a rank had
+            too many communicators open, of which other ranks had not closed some yet; the
+            communicator stays usable.
 
         Notes
         -----
@@ -1208,8 +1212,9 @@ class Communicator:
         ------
         InvalidArgument
             If a number in `ranks` occurs twice or is not a rank, this rank is not among `ranks`,
-            `allgather` is not callable or returns anything but the bytes of each of `ranks`, or one
-            of `ranks` has too many communicators open.
+            `allgather` is not callable or returns anything but the bytes of each of `ranks`,
+            `timeout_s` is not a number above 0 and below 1e9, or one of `ranks` has too many
+            communicators open.
 
         Notes
         -----

@@ -51,6 +51,7 @@ class ScheduleError(R2cclError):
         Description of the defect.
     rank, channel, op : int or None
         Location of the defect; ``op`` is the index of the op in the rank's program of that channel.
+        None: the message names none.
     """
 
     def __init__(
@@ -103,11 +104,14 @@ class TransportError(R2cclError):
 
 
 class CompletionError(TransportError):
-    """Failure of an RDMA work request; ``status`` is its work completion status."""
+    """Failure of an RDMA work request; raised only with ``R2CC_MODE=failstop``.
+
+    ``status`` is the work completion status of the request.
+    """
 
 
 class RailDown(TransportError):
-    """Failure of the local NIC or port of a rail."""
+    """Failure of the local NIC or port of a rail; raised only with ``R2CC_MODE=failstop``."""
 
 
 class TransportTimeout(TransportError):
@@ -214,7 +218,7 @@ class NoQuorum(R2cclError):
     alive : sequence of int
         Ranks that `rank` can still reach, including `rank`.
     gone : mapping of int to str
-        Evidence of the loss of each other rank.
+        Evidence of the loss of each rank that is not in `alive`.
     """
 
     def __init__(
@@ -249,9 +253,10 @@ class CommunicatorRevoked(R2cclError):
 class ConcurrentCalls(R2cclError):
     """Blocking call made while another one is in progress.
 
-    The earlier call runs in another thread, or was interrupted by the signal handler that makes the
-    later one. The later call is rejected before it starts; the earlier one continues. While
-    asynchronous calls are running, blocking calls are queued instead.
+    The earlier call runs in another thread, or in this thread, if the later call is made by a
+    signal handler that interrupted the earlier one, or by a function of `user_op`. The later call
+    is rejected before it starts; the earlier one continues. While asynchronous calls are running,
+    blocking calls are queued instead.
     """
 
 
@@ -304,7 +309,7 @@ def exhaustion_advice(code: int) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return as text the lowest ranks, at most `_MAX_NAMED`, and the number of the others."""
+    """Return a text with the lowest `_MAX_NAMED` of `ranks`, and the number of the others."""
     found = sorted(ranks)
     nmore = len(found) - _MAX_NAMED
     return f"{found[:_MAX_NAMED]}" + (f" and {nmore} more" if nmore > 0 else "")

@@ -198,7 +198,10 @@ def _exhaustion_explained(who: str) -> Iterator[None]:
 
 @contextmanager
 def _dump_signal_answered(config: Config) -> Iterator[None]:
-    """Answer ``R2CC_DUMP_SIGNAL`` while there is no status: it would end the process."""
+    """Handle ``R2CC_DUMP_SIGNAL`` until there is a status to dump, if the setting names a signal.
+
+    Without a handler, the signal would end the process.
+    """
     if not config.dump_signal:
         yield
         return

@@ -45,8 +45,8 @@ class EnvelopeKind(enum.IntEnum):
     MESSAGE contains a short message. REQUEST announces any other message: a long one, a synchronous
     one, or a short one that would exceed `MOST_UNTAKEN` (`MOST_UNTAKEN_ON_LINKS`). GRANT or REFUSE
     answers a REQUEST; after a GRANT, the data follows as DATA in shared memory, or as slices of
-    links. On links, every envelope tells the peer how many bytes of its short messages this rank's
-    receives have taken; TAKEN tells nothing else.
+    links. On links, every envelope also reports how many bytes of the peer's short messages this
+    rank's receives have taken; TAKEN contains only this report.
     """
 
     MESSAGE = 1
@@ -122,7 +122,7 @@ AllgatherBytes: TypeAlias = Callable[[bytes], Sequence[bytes]]
 
 
 def pack_text(text: str, nbytes: int) -> bytes:
-    """Return `text`, cut or padded to `nbytes` bytes, for an allgather."""
+    """Return `text` in UTF-8, cut or padded with zeros to `nbytes` bytes, for an allgather."""
     return text.encode()[:nbytes].ljust(nbytes, b"\0")
 
 

@@ -117,7 +117,7 @@ def misplaced(out: object) -> InvalidArgument | None:
 
 
 def _is_operation(x: Any) -> bool:
-    """Return whether `x`, which is not text, is a function or a library's constant for one."""
+    """Return whether `x`, which is not text, is a function or a library's constant for an op."""
     # The class of an array may have any name, such as OpticalField, and a method __call__.
     is_array = any(hasattr(type(x), name) for name in _ARRAY_PROTOCOLS)
     return not is_array and (callable(x) or "Op" in type(x).__name__)

@@ -67,7 +67,10 @@ def _rail(rail: int, nic: Nic) -> str:
 
 
 def describe_transport(*, has_rdma: bool, is_local: bool, is_shared: bool) -> str:
-    """Return the transports of host arrays; for `is_local` and `is_shared` see `announce`."""
+    """Return a text that names the transports of host arrays.
+
+    `is_local` and `is_shared` have the meaning that they have in `announce`.
+    """
     network = "RDMA, TCP as the last resort" if has_rdma else "TCP"
     if is_local:
         return f"shared memory, {network} for calls that cannot use it"

@@ -43,7 +43,10 @@ class Task:
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait up to `timeout_s` seconds until the task has ended; return whether it has."""
+        """Wait up to `timeout_s` seconds until the task has ended; return whether it has.
+
+        None: wait without a limit.
+        """
         return self._ended.wait(timeout_s)
 
     def succeed(self) -> None:
@@ -134,7 +137,13 @@ class Work(Generic[_R]):
         self._convert = None if convert is None else partial(convert, result)
 
     def is_done(self) -> bool:
-        """Return, without blocking, whether the collective has finished or failed."""
+        """Return, without blocking, whether the collective has finished or failed.
+
+        Raises
+        ------
+        TransportError
+            If the device of the call's arrays failed.
+        """
         if not self._task.has_ended:
             return False
         return self._task.error is not None or self._effects is None or self._effects.is_done()

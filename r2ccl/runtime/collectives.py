@@ -68,8 +68,9 @@ class Collectives:
         Runs asynchronous calls.
     turn : RLock
         Held while a collective runs, from its first copy to its last; shared with the worker.
-        Re-entrant, because only such a lock can tell whether this thread holds it: Ctrl-C may come
-        exactly as it is acquired, so it is acquired within the ``try`` that releases it.
+        Re-entrant, because only a re-entrant lock can tell whether this thread holds it. Ctrl-C may
+        come just as a thread acquires the lock, so the lock is acquired within the ``try`` that
+        releases it.
     start_on_device : callable
         A `StartOnDevice`.
     """
@@ -122,7 +123,8 @@ class Collectives:
     def is_below(self) -> bool:
         """True if the caller is a signal handler that interrupted a collective of its thread.
 
-        False if that collective waits for the worker, which runs it.
+        True also in a function of `user_op` that a collective calls. False if the interrupted
+        collective waits for the worker, which runs it.
         """
         return self._turn._is_owned()  # type: ignore[attr-defined, no-any-return]
 
@@ -132,7 +134,7 @@ class Collectives:
         Raises
         ------
         ConcurrentCalls
-            If the caller is a signal handler that interrupted a collective of its thread.
+            If `is_below`.
         R2cclError
             If calls are refused.
         """
@@ -142,7 +144,10 @@ class Collectives:
             raise self._concurrent()
 
     def require_seen(self) -> None:
-        """Raise `CommunicatorRevoked` if an asynchronous call failed and nobody saw its error."""
+        """Raise `CommunicatorRevoked` if an asynchronous call failed and no caller saw its error.
+
+        The error counts as seen afterwards.
+        """
         error = self._worker.unseen()
         if error is not None:
             raise CommunicatorRevoked(
@@ -164,7 +169,7 @@ class Collectives:
         make : callable
             Function of `r2ccl.runtime.arguments` that makes the request.
         x, out, *rest : object
-            Arguments of `make`. They are immutable, except for `x` and `out`.
+            Arguments of `make`. The objects in `rest` are immutable.
 
         Returns
         -------
@@ -455,7 +460,7 @@ class Collectives:
         InvalidArgument, TransportError
             As `Communicator.empty`; the communicator stays usable.
         ConcurrentCalls
-            As `require_free`.
+            As `require_free`, or if a blocking collective runs in another thread.
         R2cclError
             If the communicator has ended, or ends meanwhile.
         """

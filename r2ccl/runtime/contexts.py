@@ -65,9 +65,9 @@ class Context(NamedTuple):
     members: tuple[int, ...]
 
     def told(self) -> str:
-        """Return which ranks of the job this communicator has, in its order, for messages.
+        """Return a text for messages that names this communicator by its members' ranks in the job.
 
-        Empty for the job's first communicator, whose ranks have the same numbers in both.
+        Empty for the job's first communicator, in which ranks have the same numbers as in the job.
         """
         if not self.context_id:
             return ""

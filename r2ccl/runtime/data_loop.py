@@ -206,8 +206,8 @@ class DataLoop:
     def acquire(self) -> None:
         """Become the owner of the data loop; a call in another thread that owns it stands aside.
 
-        For calls that release ``owner`` themselves, as `owned` does: even if this method raises, it
-        may be owned.
+        The caller must release ``owner`` afterwards, as `owned` does, even if this method raises:
+        this thread may own the loop then.
 
         Raises
         ------
@@ -290,7 +290,10 @@ class DataLoop:
     # Events of the control thread
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
-        """Run ``fn(*args)`` in the thread that owns the data loop, or here if none owns it."""
+        """Run ``fn(*args)`` here if no thread owns the data loop; otherwise let the owner run it.
+
+        Does not wait for the owner.
+        """
         self.inbox.append((fn, args))
         self.serve()
 
@@ -558,8 +561,8 @@ class DataLoop:
 
         If another program has run since, first call ``switch(compiled)``, which lets `program` run
         again or returns False, and may not wait. Return NotImplemented, without repeating the call,
-        if no call is held, the loop has other work, or ``switch`` returns False. If timers are due,
-        run them.
+        if no call is held, a thread owns the loop, the loop has other work, or ``switch`` returns
+        False. Also return NotImplemented if timers are due, after running them.
         """
         owner, compiled = self.owner, self.compiled
         assert compiled is not None

@@ -5,9 +5,9 @@ and runs its lanes (one per channel) until all have ended. Each communicator of 
 The communicators share the data loop, the paths and the control plane, and a failure of one ends
 all of them.
 
-``rank``, and the ranks in a health and in the communicator's control messages, are numbered as in
-the communicator. The senders of control messages, the ranks in errors, and those in the status
-outside of its health are numbered as in the job. In the job's first communicator, a rank has the
+Ranks are numbered as in the communicator in ``rank``, in a health, and within the communicator's
+control messages. They are numbered as in the job where they are the senders of control messages, in
+errors, and in the status, except for its health. In the job's first communicator, a rank has the
 same number in both.
 """
 
@@ -345,7 +345,10 @@ class Engine:
         self._loop.submit(self._failover.on_carrier, rail, is_up)
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
-        """Run ``fn(*args)`` in the thread that owns the data loop, or here if none owns it."""
+        """Run ``fn(*args)`` here if no thread owns the data loop; otherwise let the owner run it.
+
+        Does not wait for the owner.
+        """
         self._loop.submit(fn, *args)
 
     # Called by the owner of the data loop
@@ -579,7 +582,9 @@ class Engine:
     def _switch(self, program: CompiledProgram, compiled: CompiledCalls) -> bool:
         """Let the last call of `program` be repeated; return False if it cannot be.
 
-        It cannot be repeated if it would have another plan now, or nothing is held.
+        It cannot be repeated if it might have another plan now, the communicator has ended, a rank
+        waits for the report of a later call, calls in shared memory are not counted yet, or
+        `CompiledCalls.switch` returns False.
         """
         agreement, local = self._agreement, self._local
         health = self.whole_health if agreement is None else agreement.steady
@@ -607,7 +612,7 @@ class Engine:
         """Return a function that repeats the call of `program` on arrays of the form of `x`, `out`.
 
         For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`. `call` is the memory
-        of the call with `x` and `out`. ``proceed(x, out, result)`` must call `proceed`.
+        of the call with `x` and `out`. ``proceed(x, out, result)`` must call `Engine.proceed`.
         """
         loop = self._loop
         assert loop.compiled is not None
@@ -626,7 +631,10 @@ class Engine:
         return partial(loop.repeat, self, program, partial(self._switch, program), repeat)
 
     def proceed(self, program: CompiledProgram, lanes: HostLanes, result: int) -> None:
-        """Continue a repeated call whose compiled loop has returned `result`."""
+        """Run a repeated call, whose compiled loop has returned `result`, until it has finished.
+
+        The calling thread must own the data loop. Errors: as `run`.
+        """
         loop = self._loop
         assert loop.compiled is not None
         self.peers = program.layout.peers
@@ -776,7 +784,7 @@ class Engine:
             If a peer does not confirm a slice, or a rank does not call this method, within
             ``R2CC_INIT_TIMEOUT_S``.
         InvalidArgument
-            If another rank sends a slice of a collective that this rank has not called.
+            If another rank is known to have called a collective that this rank has not called.
         R2cclError
             If the communicator has ended.
 

@@ -58,7 +58,8 @@ class Exclusions:
         TransportTimeout
             If the ranks have not agreed within ``R2CC_TIMEOUT_S``.
         CommunicatorRevoked
-            If the communicator has ended. The call in progress raises the error that ended it.
+            If the communicator has ended. The call in progress, if any, raises the error that ended
+            the communicator.
         """
         job, loop = self._job, self._loop
         agreement, answers = self._failover.agreement, SimpleQueue[str]()

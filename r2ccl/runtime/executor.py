@@ -204,7 +204,7 @@ class LandingPool:
         self._free: dict[int, list[Place]] = {}
 
     def take(self, nbytes: int) -> Place:
-        """Return a place of `nbytes` bytes or more: the free one used last, or else a new one."""
+        """Return a place of `nbytes` bytes or more: the one given back last, or a new one."""
         size = 1 << (nbytes - 1).bit_length()
         free = self._free.get(size)
         if free:
@@ -519,7 +519,8 @@ class HostLanes(msgspec.Struct):
     source, output : ndarray
         Input and output, as for `HostCall`.
     scratch : ndarray of uint8 or None
-        Scratch memory in compiled code; None: new memory, if the plan uses any.
+        Scratch memory for compiled code; None: new memory, if the plan uses any. Lanes always get
+        new memory.
     """
 
     pool: LandingPool
@@ -541,7 +542,10 @@ class HostLanes(msgspec.Struct):
 
 
 def begin_lanes(runs: Sequence[LaneRun], calls: Calls[Consumer]) -> None:
-    """Pass the slices of the current call to its lanes; post what is possible now."""
+    """Make `runs`, the lanes of the current call, the consumers of its slices; start them.
+
+    To start a lane is to post the sends and receives that are possible now.
+    """
     consumers: dict[int, Consumer] = {}
     for run in runs:
         for channel in run.channels:

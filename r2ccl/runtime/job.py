@@ -175,7 +175,7 @@ class Job:
 
     @property
     def is_below(self) -> bool:
-        """True if the caller is a signal handler that interrupted a blocking call of its thread."""
+        """True if `Participant.is_below` is True for any communicator."""
         return any(participant.is_below for participant in tuple(self._participants))
 
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
@@ -197,9 +197,10 @@ class Job:
     # Life
 
     def connect(self) -> None:
-        """Start the control plane, connect the rails, measure them if needed, and share memory.
+        """Start the control plane, connect the rails, measure the network, and share memory.
 
-        If this method raises, the job has been aborted.
+        See `Participant.calibrate` for the measurement. If this method raises, the job has been
+        aborted.
 
         Raises
         ------

@@ -150,7 +150,7 @@ class LocalCalls:
         return call
 
     def collect(self, call: CallSignature, source: Array, output: Array) -> bool:
-        """Run an allgather in place or an allreduce.
+        """Run an allreduce, or an allgather whose input is this rank's part of `output`.
 
         Return False, and do nothing, if the call does not run in shared memory. Errors: as `run`.
         """

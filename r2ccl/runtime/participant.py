@@ -299,7 +299,10 @@ class Participant:
 
     @property
     def is_below(self) -> bool:
-        """True if the caller is a signal handler that interrupted a blocking call of its thread."""
+        """True if the caller is a signal handler that interrupted a blocking call of its thread.
+
+        True also in a function of `user_op` that a collective calls.
+        """
         return self.collectives.is_below or self.engine.messenger.is_below
 
     # End

@@ -50,7 +50,7 @@ from r2ccl.types import (
 
 
 class Computer(Protocol):
-    """Executor of the work on slices, asynchronous and in order, outside the data loop."""
+    """Executor that works on slices outside the data loop, asynchronously and in order."""
 
     @property
     def computed(self) -> int:
@@ -84,7 +84,9 @@ class Computer(Protocol):
 
 
 class Recorder(Protocol):
-    """Interface of the object that replaces the transport during a replay; it sends nothing.
+    """Interface of the object that takes the transport's place in `Progress.replay`.
+
+    The object sends nothing.
 
     Attributes
     ----------
@@ -213,11 +215,15 @@ class Progress:
     ) -> None:
         """Pass the events that compiled code handled to the links and consumers of a call.
 
+        Nothing is sent: the links and consumers only reach the state that they would have if the
+        call had run here.
+
         Parameters
         ----------
         begin : sequence of callable
-            Functions that post what the call posts at first.
+            Functions that post the first sends and receives of the call.
         events : iterable of Event
+            The events, in the order in which compiled code handled them.
         recorder : Recorder
             Used by consumers and links instead of the transport. Its ``events`` are handled, too.
         """

@@ -29,7 +29,7 @@ Make = Callable[..., Request]
 
 
 class RepeatOf(Protocol):
-    """Maker of a `Repeat`, as `r2ccl.shm.repeat.repeat_of`."""
+    """Function that makes a `Repeat`; see `r2ccl.shm.repeat.repeat_of` for the parameters."""
 
     def __call__(self, x: Array, out: Array, *, uses_input: bool, role: Role) -> Repeat:
         """Return a function that runs a call again on arrays of the form of `x` and `out`."""
@@ -37,7 +37,9 @@ class RepeatOf(Protocol):
 
 
 class Repeats:
-    """Calls of one communicator that can be run again. The methods need the turn.
+    """Calls of one communicator that can be run again.
+
+    Callers of the methods, except `forget`, hold the turn of `HostCollectives`.
 
     Parameters
     ----------
@@ -100,9 +102,11 @@ class Repeats:
         self.last[make] = repeat
 
     def run_other(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
-        """Run again an earlier call of `make` with these arguments, not the last one.
+        """Run again a remembered call of `make` that has the form of these arguments.
 
-        Return its result, or NotImplemented if none is remembered. Errors: as the call.
+        To be called after ``last[make]`` has returned NotImplemented. Unlike ``last[make]``, this
+        method also takes tensors of torch. Return the result, or NotImplemented if no
+        remembered call has this form or it cannot be run again now. Errors: as the call.
         """
         array, target = array_of(x), array_of(out)
         found = self._by_key.get(_key(make, x, array, out, rest[0]))

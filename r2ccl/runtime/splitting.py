@@ -50,7 +50,7 @@ class _Entry(NamedTuple):
     offer: bytes
 
     def packed(self) -> bytes:
-        """Return the bytes that `_entry_of` makes this entry of."""
+        """Return the entry as bytes, which `_entry_of` reads."""
         return _ENTRY.pack(*self[:-1]) + self.offer
 
 

@@ -1,4 +1,4 @@
-"""Memory of a collective over the network: that of its schedule, and copies before and after it.
+"""Memory of a collective over the network: arrays of its schedule, and copies before and after it.
 
 The copies of a repeated call are made in compiled code, which needs their addresses relative to the
 caller's arrays: *places*.
@@ -42,7 +42,7 @@ class StagedCall(NamedTuple):
     source, output : ndarray
         Input and output of the schedule.
     parts : Parts or None
-        Places of the parts in them; None: they follow from the signature.
+        Ranges of the parts in `source` and `output`; None: they follow from the signature.
     before, after : BlockCopy or None
         Copy to be made before and after the schedule runs.
     """

@@ -149,11 +149,18 @@ class LinkEntry(msgspec.Struct, frozen=True):
     peer, channel : int
     rail : int or None
         Rail that the link to the peer uses; None: no path is up.
-    posted, confirmed : int
-        Number of slices to the peer: posted; confirmed by the peer as consumed.
-    wanted, received, delivered, consumed : int
-        Number of slices from the peer: with a posted receive; received without a gap; delivered in
-        order to the collective or message; consumed.
+    posted : int
+        Number of slices to the peer that were posted.
+    confirmed : int
+        Number of slices to the peer that the peer has confirmed as consumed.
+    wanted : int
+        Number of slices from the peer for which a receive was posted.
+    received : int
+        Number of slices from the peer that have arrived, up to the first one that is missing.
+    delivered : int
+        Number of slices from the peer that were passed, in order, to the collective or message.
+    consumed : int
+        Number of slices from the peer that were consumed.
     duplicates : int
         Number of slices from the peer that arrived a second time and were dropped.
     """
@@ -324,7 +331,8 @@ class RankStatus(msgspec.Struct, frozen=True):
     empty. ``nconnects`` is the number of calls and messages that connected data paths before their
     first slice. ``operations`` has the collective in the data loop, if any. ``health`` is None with
     ``R2CC_MODE=failstop``. ``held`` has the failed paths that must answer probes for some time
-    before they are used again. ``planning`` counts the plans made with the health of the last plan.
+    before they are used again. ``planning`` has the number and the times of the plans made
+    with the same health as the last plan.
     """
 
     rank: int

@@ -131,7 +131,7 @@ class Buffer(msgspec.Struct, frozen=True, eq=False):
 
 
 class JaxBuffer(Buffer, frozen=True, eq=False):
-    """Flat view of an array of JAX that is an input; without ``out``, the result is also of JAX."""
+    """Flat view of an input that is an array of JAX; without ``out``, the result is also of JAX."""
 
 
 def like(x: Any, times: int = 0) -> Any:
