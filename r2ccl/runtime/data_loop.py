@@ -126,8 +126,9 @@ class DataLoop:
         self.failover = Failover(context, self.links)
         self.progress = Progress(context, self.links, self.failover)
         self.inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        #: Calls and messages of all communicators, by context id.
-        self.callers: dict[int, Caller] = {}
+        #: Calls and messages of all communicators, and each wait for a message. Any thread adds and
+        #: removes its own, so iterate over a copy.
+        self.callers: list[Caller] = []
         #: Functions that advance messages in shared memory; the owner of the loop calls them.
         self.pollers: list[Callable[[], None]] = []
         self._config = context.config
@@ -315,7 +316,7 @@ class DataLoop:
             if self._is_closed:
                 self.inbox.clear()
                 return True
-            for caller in self.callers.values():
+            for caller in self.callers.copy():
                 if caller.is_calling:
                     caller.is_calling = False
                     self.fail(
@@ -364,7 +365,7 @@ class DataLoop:
 
     def _tick(self, now: float) -> None:
         self._is_tick_due = False
-        callers = tuple(self.callers.values())
+        callers = self.callers.copy()
         peers: frozenset[int] = frozenset().union(*(caller.peers for caller in callers))
         self.failover.tick(now, peers)
         for caller in callers:
@@ -384,7 +385,7 @@ class DataLoop:
     def _send_rest(self) -> None:
         # Cleared first, because a call that ends from now on schedules this function again.
         self._is_sending_rest = False
-        if any(caller.is_calling for caller in tuple(self.callers.values())):
+        if any(caller.is_calling for caller in self.callers.copy()):
             return
         self.submit(self._step_once)
         self.send_rest()

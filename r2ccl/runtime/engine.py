@@ -181,7 +181,7 @@ class Engine:
         self.is_calling = False
         self.has_raised = False
         self.peers: frozenset[int] = frozenset()
-        loop.callers[context.context_id] = self
+        loop.callers.append(self)
         #: Messages between two ranks of the communicator. Made now, because a peer may send many
         #: before this rank has a use for them.
         self.messenger = Messenger(
@@ -852,7 +852,7 @@ class Engine:
             if len(self._closed) < self.nranks:
                 return
             self._post.broadcast(Closing())
-        del self._loop.callers[self.context.context_id]
+        self._loop.callers.remove(self)
         self.messenger.close()
         self._contexts.remove(self, self._calls.op)
 
@@ -926,9 +926,9 @@ class Engine:
         If no collective is blocked, describe a blocked message or, in the job's first communicator,
         a blocked call on another communicator. If nothing is blocked, ``doing`` is empty.
         """
-        callers: Iterable[Caller] = (self, self.messenger)
+        callers: Iterable[Caller] = (self, self.messenger, *self.messenger.waits)
         if not self.context.context_id:
-            callers = (self, *self._loop.callers.copy().values())
+            callers = (self, *self._loop.callers.copy())
         for caller in callers:
             waiting = caller.waiting
             if waiting is not None:

@@ -21,7 +21,7 @@ class Patience(NamedTuple):
 
 
 class Caller(Protocol):
-    """Calls, or messages, of one communicator, which wait in the data loop.
+    """Calls or messages of one communicator, or one wait for a message, in the data loop.
 
     Attributes
     ----------

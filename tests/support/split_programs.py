@@ -383,7 +383,7 @@ def closed_below_a_receive() -> list[Any]:
 
         thread = threading.Thread(target=receive)
         thread.start()
-        while not child._engine.messenger._waiter:
+        while not child._engine.messenger.waits:
             pass
         child.close()
         thread.join(TIMEOUT_S)

@@ -184,7 +184,7 @@ class LocalMessages:
         self._rest_later()
         return found
 
-    def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
+    def wait(self, caller: Caller, is_done: Callable[[], bool], patience: Patience) -> None:
         """Move messages until ``is_done()``; also run the data loop unless another thread does.
 
         Raises
@@ -197,7 +197,7 @@ class LocalMessages:
         R2cclError
             If the communicator has ended, or ends meanwhile.
         """
-        caller, loop = self._caller, self._loop
+        loop = self._loop
         caller.since_s = monotonic()
         deadline = caller.since_s + patience.timeout_s
         caller.waiting = patience

@@ -95,6 +95,55 @@ class MessageRequest:
         return self._messenger.cancel(self._request)
 
 
+class MessageCaller:
+    """Calls for the messages of one communicator; a `Caller` of the data loop.
+
+    Parameters
+    ----------
+    engine : Caller
+        Calls of the same communicator; calls and messages end with the same error.
+    """
+
+    def __init__(self, engine: Caller) -> None:
+        self._engine = engine
+        self.waiting: Patience | None = None
+        self.since_s = 0.0
+        self.is_calling = False
+        self.peers: frozenset[int] = frozenset()
+
+    @property
+    def has_raised(self) -> bool:
+        """True if a call or message has raised the error that ended the communicator."""
+        return self._engine.has_raised
+
+    @has_raised.setter
+    def has_raised(self, value: bool) -> None:
+        self._engine.has_raised = value
+
+    def tick(self, now: float) -> None:
+        """Do nothing: messages have no periodic work."""
+
+    def check(self) -> None:
+        """Raise the error of the communicator if it has ended."""
+        self._engine.check()
+
+
+class MessageWait(MessageCaller):
+    """Wait of one thread for a message; other threads may wait for others at the same time.
+
+    Parameters
+    ----------
+    messenger : Messenger
+    engine : Caller
+    """
+
+    def __init__(self, messenger: Messenger, engine: Caller) -> None:
+        super().__init__(engine)
+        self.messenger = messenger
+        #: Identifier of the thread that waits.
+        self.thread = get_ident()
+
+
 class Way(Protocol):
     """Carrier of the messages of one communicator: links, or shared memory.
 
@@ -144,8 +193,8 @@ class Way(Protocol):
         """
         ...
 
-    def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
-        """Advance messages until ``is_done()``.
+    def wait(self, caller: Caller, is_done: Callable[[], bool], patience: Patience) -> None:
+        """Advance messages until ``is_done()``; `caller` is this wait.
 
         Raises
         ------
@@ -199,8 +248,10 @@ class Way(Protocol):
         ...
 
 
-class Messenger:
-    """Messages of one communicator, over links or in shared memory; a `Caller` of the data loop.
+class Messenger(MessageCaller):
+    """Messages of one communicator, over links or in shared memory.
+
+    It is the `Caller` of calls that do not wait, and of direct calls; a wait is a `MessageWait`.
 
     Parameters
     ----------
@@ -235,7 +286,7 @@ class Messenger:
         self._members = context.members
         self._told = context.told()
         self._rank = context.members.index(job.rank)
-        self._engine = engine
+        super().__init__(engine)
         context_id = message_context(context.context_id)
         driver = MessageDriver(
             loop.links,
@@ -256,16 +307,9 @@ class Messenger:
         self._network = NetworkMessages(self, loop, driver, connect, calls)
         #: Carrier of the messages.
         self.way: Way = self._network
-        #: Identifier of the thread that began to wait for a message last; 0 once a wait has ended.
-        self._waiter = 0
         self._refusal: Callable[[], R2cclError] | None = None
         self._local: LocalMessages | None = None
-        self.waiting: Patience | None = None
-        self.since_s = 0.0
-        self.is_calling = False
-        self.peers: frozenset[int] = frozenset()
-        self._context_id = context_id
-        loop.callers[context_id] = self
+        loop.callers.append(self)
 
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
         """End the waits for messages and refuse all later calls, each with an error ``refusal()``.
@@ -276,11 +320,14 @@ class Messenger:
 
     @property
     def is_below(self) -> bool:
-        """True in a signal handler that interrupted a wait of its thread, and as `Way.is_below`.
+        """True in a signal handler that interrupted a wait of its thread, and as `Way.is_below`."""
+        return any(each.thread == get_ident() for each in self.waits) or self.way.is_below
 
-        A wait that another thread began or ended later hides the interrupted one.
-        """
-        return self._waiter == get_ident() or self.way.is_below
+    @property
+    def waits(self) -> list[MessageWait]:
+        """Waits for messages of this communicator that are in progress, in any thread."""
+        waits = [each for each in self._loop.callers.copy() if isinstance(each, MessageWait)]
+        return [each for each in waits if each.messenger is self]
 
     # Shared memory
 
@@ -327,24 +374,8 @@ class Messenger:
 
     def close(self) -> None:
         """Stop handling messages; called by the owner of the data loop."""
-        del self._loop.callers[self._context_id]
+        self._loop.callers.remove(self)
         self._network.driver.close()
-
-    @property
-    def has_raised(self) -> bool:
-        """True if a call or message has raised the error that ended the communicator."""
-        return self._engine.has_raised
-
-    @has_raised.setter
-    def has_raised(self, value: bool) -> None:
-        self._engine.has_raised = value
-
-    def tick(self, now: float) -> None:
-        """Do nothing: messages have no periodic work."""
-
-    def check(self) -> None:
-        """Raise the error of the communicator if it has ended."""
-        self._engine.check()
 
     # Requests; any thread
 
@@ -473,29 +504,31 @@ class Messenger:
         Three arguments describe the wait: `peer` (a rank of the job, or `ANY`), `doing` (the call)
         and `what` (the object that `peer` must provide).
         """
-        patience = Patience(timeout_s, "timeout_s", partial(self._pending, peer, doing, what))
-        self._waiter = get_ident()
-        self.peers = frozenset() if peer in (ANY, self._job.rank) else frozenset((peer,))
+        wait = MessageWait(self, self._engine)
+        if peer not in (ANY, self._job.rank):
+            wait.peers = frozenset((peer,))
+        pending = partial(self._pending, wait, peer, doing, what)
+        self._loop.callers.append(wait)
         try:
-            self.way.wait(is_done, patience)
+            self.way.wait(wait, is_done, Patience(timeout_s, "timeout_s", pending))
         finally:
-            self._waiter = 0
-            self.peers = frozenset()
+            if not wait.is_calling:
+                self._loop.callers.remove(wait)
 
     def _pending_direct(self, sent: DirectEnd | None, received: DirectEnd | None) -> Pending:
         """Describe a direct call over links."""
         if received is None:
             assert sent is not None
             peer = self._members[sent.peer]
-            return self._pending(peer, f"send() to rank {peer}", "matching receive")
+            return self._pending(self, peer, f"send() to rank {peer}", "matching receive")
         peer = self._members[received.peer]
         doing = f"recv() from rank {peer} with {_named('tag', received.tag)}"
-        return self._pending(peer, doing, "message")
+        return self._pending(self, peer, doing, "message")
 
-    def _pending(self, peer: int, doing: str, what: str) -> Pending:
+    def _pending(self, caller: Caller, peer: int, doing: str, what: str) -> Pending:
         waits = () if peer == ANY else (Wait(peer, what),)
         doing = f"{doing}, {self._told}" if self._told else doing
-        return Pending(self._job.rank, doing, self._clock(), self.since_s, {}, waits, ())
+        return Pending(self._job.rank, doing, self._clock(), caller.since_s, {}, waits, ())
 
 
 def _named(what: str, number: int) -> str:

@@ -80,9 +80,9 @@ class NetworkMessages:
 
         return self._call(run)
 
-    def wait(self, is_done: Callable[[], bool], patience: Patience) -> None:
+    def wait(self, caller: Caller, is_done: Callable[[], bool], patience: Patience) -> None:
         """Run the data loop until ``is_done()``; see `DataLoop.wait`."""
-        self._call(lambda: self._loop.wait(self._caller, is_done, patience))
+        self._call(lambda: self._loop.wait(caller, is_done, patience), caller)
 
     # Direct calls
 
@@ -110,12 +110,13 @@ class NetworkMessages:
         outcome: Outcome = self._call(run)
         return outcome
 
-    def _call(self, fn: Callable[[], Any]) -> Any:
+    def _call(self, fn: Callable[[], Any], caller: Caller | None = None) -> Any:
         """Call ``fn()`` as the owner of the data loop, and return its result.
 
-        An exception of ``fn()`` ends the communicator.
+        An exception of ``fn()`` ends the communicator. `caller` is the caller that is in progress;
+        default: that of calls that do not wait.
         """
-        loop, caller = self._loop, self._caller
+        loop, caller = self._loop, caller or self._caller
 
         def run() -> Any:
             caller.is_calling = is_calling = True
