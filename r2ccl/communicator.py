@@ -953,8 +953,9 @@ class Communicator:
         -----
         See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES`` is
         short: the call copies it and does not wait for its `recv`. In shared memory, a short
-        message also takes at most half of a ring, which has 1 MiB with up to 32 ranks. A longer
-        message to another rank waits for its `recv`. A short one waits, too, if the short messages
+        message must also fit into half of the ring buffer from this rank to `to`, which has 1 MiB
+        with up to 32 ranks, and less with more. A longer message to another rank waits for its
+        `recv`. A short one waits, too, if the short messages
         from this rank to `to` without a `recv` would otherwise exceed 4 MiB, or 1 MiB in shared
         memory. *After failure*: the failure of a path neither loses nor doubles a message. Messages
         and collectives do not wait for each other.
@@ -1393,8 +1394,8 @@ class Communicator:
         `close` interrupted a blocking call. A communicator made by `split` and the like is closed
         alone: `close` waits for the calls and messages of this rank only, and the shared
         connections stay open, unless asynchronous calls do not end in time: then all communicators
-        are revoked. After `close`, even if it raises, no call writes to an array any more; if one
-        cannot be ended, an error is logged.
+        are revoked. After `close`, even if it raises, no call writes to an array any more, except a
+        call that cannot be ended, for which an error is logged.
 
         Raises
         ------

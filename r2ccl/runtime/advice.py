@@ -94,7 +94,7 @@ def refused_op(op: object) -> InvalidArgument:
 
 
 def refused_output(out: object, why: InvalidArgument) -> InvalidArgument:
-    """Return the error to raise for `out`, of which no view can be made because of the error `why`.
+    """Return the error to raise for `out`, after an attempt to view `out` has raised `why`.
 
     If `out` is an operation or an integer, the error says to which parameter it belongs. Otherwise
     the error is `why`.

@@ -77,7 +77,7 @@ class Context(NamedTuple):
 
 
 class ContextPost:
-    """Sender of the control messages of one communicator, to ranks numbered as in it.
+    """Sender of the control messages of one communicator; numbers ranks as in the communicator.
 
     Parameters
     ----------

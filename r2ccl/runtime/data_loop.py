@@ -213,7 +213,8 @@ class DataLoop:
         Raises
         ------
         ConcurrentCalls
-            If the caller is a signal handler that interrupted a call in the loop.
+            If this thread owns the loop already: the caller is a signal handler that interrupted a
+            call in the loop, or a function of `user_op`.
         """
         if self.owner._is_owned():  # type: ignore[attr-defined]
             # The interrupted call may be a repetition, which must not be settled now.
@@ -310,7 +311,11 @@ class DataLoop:
                 return
 
     def _serve_owned(self) -> bool:
-        """Run the events in the inbox as the owner; return True."""
+        """Run the events in the inbox as the owner; return True.
+
+        If a call could not end properly, end the communicators first. An event that raises an
+        exception ends them, too.
+        """
         try:
             self.settle_held()
             if self._is_closed:

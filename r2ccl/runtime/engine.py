@@ -332,7 +332,8 @@ class Engine:
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
         """Handle the loss of the process of `peer`.
 
-        `last_heard_s` is the time since its last sign of life, in seconds; None if it is not known.
+        `last_heard_s` is the time since the last sign of life of `peer`, in seconds; None: not
+        known.
         """
         self._loop.submit(self._failover.on_peer_lost, peer, why, last_heard_s)
 
@@ -843,7 +844,7 @@ class Engine:
         self.call(leave)
 
     def _note_closed(self, peer: int) -> None:
-        """Record that `peer` has left the communicator; remove it once all its ranks have.
+        """Record that `peer` has left; remove the communicator once all its ranks have left.
 
         On ranks other than 0, `peer` is 0, which reports that all ranks have left.
         """

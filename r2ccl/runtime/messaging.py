@@ -23,7 +23,7 @@ from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, NotRun, 
 
 
 class MessageCalls:
-    """`Communicator.send`, `recv`, `sendrecv` and `probe`.
+    """Implementation of `Communicator.send`, `recv`, `sendrecv` and `probe`.
 
     Parameters
     ----------

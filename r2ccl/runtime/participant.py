@@ -371,7 +371,7 @@ class Participant:
         self._on_device.close(deadline_s)
 
     def require_seen(self) -> None:
-        """Raise `CommunicatorRevoked` if an asynchronous call failed and its error was not seen."""
+        """Raise the error of `Collectives.require_seen`, if any."""
         self.collectives.require_seen()
 
 

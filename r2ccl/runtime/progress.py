@@ -256,7 +256,10 @@ class Progress:
         return any(computer.is_busy for computer in self._computers.values())
 
     def _take_computed(self) -> bool:
-        """Mark the consumers of calls whose deferred work progressed; return whether any did."""
+        """Let `advance` run the consumers of each call whose deferred work has progressed.
+
+        Return whether the work of any call has.
+        """
         has_computed = False
         for calls, computer in self._computers.items():
             before = computer.computed

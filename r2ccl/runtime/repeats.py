@@ -217,7 +217,7 @@ def _key(make: Make, x: Any, array: Any, out: Any, first: Any) -> Hashable:
 
 
 def _form(array: Array, target: Array) -> bytes:
-    """Return what must be equal for two pairs of arrays to have the same form."""
+    """Return bytes that are equal for two pairs of arrays only if the pairs have the same form."""
     words = form_of(array, target)
     if words[IS_APART]:
         words[DISTANCE] = 0

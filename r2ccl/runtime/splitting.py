@@ -39,8 +39,9 @@ class _Entry(NamedTuple):
     is_late : int
         1 if the rank has timed out, else 0.
     color, key : int
+        As in `agree`; ``color`` is 0 if the rank gets no communicator.
     offer : bytes
-        Its `Contexts.offer`.
+        `Contexts.offer` of the rank, or `NO_OFFER`.
     """
 
     takes_part: int

@@ -85,7 +85,10 @@ class Waits:
         return Pending(self._rank, "", now, now)
 
     def for_paths(self, doing: str, peers: Iterable[int]) -> Pending:
-        """Describe the wait of call `doing` for paths to `peers`, ranks of the job."""
+        """Describe the wait of a call for paths to `peers`, ranks of the job.
+
+        `doing` is a text that names the call.
+        """
         alone = [peer for peer in sorted(peers) if not self._failover.migration.up(peer)]
         waits = [
             Wait(peer, "path", why="; ".join(self._failover.obstacles(peer))) for peer in alone
@@ -112,13 +115,13 @@ class Waits:
         return self._blocked(doing, absent, waits)
 
     def for_confirmation(self) -> Pending:
-        """Describe close(), while slices are not confirmed."""
+        """Describe the wait of close() for the confirmation of slices."""
         return self._blocked(
             "close()", waits=waits_for_confirmation(self._links, is_eager_too=True)
         )
 
     def for_leaving(self, left: set[int]) -> Pending:
-        """Describe close(), which waits until the ranks that are not in `left` have called it."""
+        """Describe the wait of close() for the ranks that have not called it: all but `left`."""
         ops = self.last_ops()
         return self._blocked("close()", {peer: ops[peer] for peer in ops.keys() - left})
 
