@@ -210,16 +210,15 @@ def reduce_scatterv(
 ) -> Request:
     """Validate the arguments of `Communicator.reduce_scatterv`; return the call as a `Request`."""
     result = like_flat(x, sizes[rank]) if out is None else out
-    if len(set(sizes)) == 1:
-        return reduce_scatter(x, result, op, rank, nranks)
     source = view(x, writable=False)
-    output = _output(source, result)
-    places = consecutive(sizes)
     if source.count != sum(sizes):
         raise InvalidArgument(
             f"x has {source.count} elements, counts={sizes} add up to {sum(sizes)}: both must be "
             "equal"
         )
+    if len(set(sizes)) == 1:
+        return reduce_scatter(x, result, op, rank, nranks)
+    output, places = _output(source, result), consecutive(sizes)
     is_in_place(_part(source, places[rank]), output, whole_source=source)
     number = op if type(op) is ReduceOp else ReduceOp.SUM
     call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, number, source.count)

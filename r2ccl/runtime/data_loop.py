@@ -219,10 +219,7 @@ class DataLoop:
         if self.owner._is_owned():  # type: ignore[attr-defined]
             # The interrupted call may be a repetition, which must not be settled now.
             self.owner.acquire()
-            raise ConcurrentCalls(
-                f"rank {self.rank}: r2ccl was called within another call of the same thread, by a "
-                "signal handler or a function of user_op: set a flag there, and call r2ccl later"
-            )
+            raise self._concurrent()
         if self._try_to_own():
             return
         self._newcomers.append(None)
@@ -234,6 +231,20 @@ class DataLoop:
                     return
         finally:
             self._newcomers.pop()
+
+    def require_outside(self) -> None:
+        """Raise `ConcurrentCalls` if the caller interrupted a call of its thread in the loop.
+
+        For calls that wait for the loop without owning it.
+        """
+        if self.owner._is_owned():  # type: ignore[attr-defined]
+            raise self._concurrent()
+
+    def _concurrent(self) -> ConcurrentCalls:
+        return ConcurrentCalls(
+            f"rank {self.rank}: r2ccl was called within another call of the same thread, by a "
+            "signal handler or a function of user_op: set a flag there, and call r2ccl later"
+        )
 
     def _try_to_own(self, timeout_s: float = 0.0) -> bool:
         """Wait up to `timeout_s` seconds to become the owner; return whether this thread is."""

@@ -55,6 +55,8 @@ class Exclusions:
         InvalidArgument
             In mode failstop, which has no health agreement; or if an exclusion would leave a rank
             without a rail, or two ranks without a common rail.
+        ConcurrentCalls
+            If the caller is a signal handler that interrupted a call of its thread.
         TransportTimeout
             If the ranks have not agreed within ``R2CC_TIMEOUT_S``.
         CommunicatorRevoked
@@ -68,6 +70,7 @@ class Exclusions:
                 "with R2CC_MODE=failstop no NIC can be excluded or included while the job runs: "
                 "set R2CC_FAILED_NICS before the job starts, or use another mode"
             )
+        loop.require_outside()
         loop.submit(partial(agreement.exclude, ports, answers.put, is_excluded=is_excluded))
         timeout_s = job.config.timeout_s
         deadline = job.clock() + timeout_s

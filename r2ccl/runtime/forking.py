@@ -54,14 +54,29 @@ def _let_go() -> None:
     """Replace the descriptors of all owners and disable the owners; runs in a forked child."""
     if not _held:
         return
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for owner, part in list(_held.items()):
-        for descriptor in part.descriptors(owner):
-            if descriptor >= 0:
-                os.dup2(null, descriptor, inheritable=False)
-        part.disable(owner)
-    os.close(null)
+    owners = list(_held.items())
+    held = {each for owner, part in owners for each in part.descriptors(owner) if each >= 0}
     _held.clear()
+    try:
+        _replace(held)
+    finally:
+        for owner, part in owners:
+            part.disable(owner)
+
+
+def _replace(descriptors: set[int]) -> None:
+    """Replace open descriptors by /dev/null."""
+    if not descriptors:
+        return
+    try:
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # no descriptor is left: one of these is replaced by being closed first
+        os.close(min(descriptors))
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for descriptor in descriptors - {null}:
+        os.dup2(null, descriptor, inheritable=False)
+    if null not in descriptors:
+        os.close(null)
 
 
 os.register_at_fork(after_in_child=_let_go)

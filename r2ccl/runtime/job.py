@@ -462,6 +462,8 @@ class Job:
                 participant.end_calls(deadline_s)
             except TransportError as exc:
                 _log.error("rank %d: %s", self.rank, exc)
+            except Exception:  # the calls of the others must end all the same
+                _log.exception("rank %d: the calls of a communicator did not end", self.rank)
 
     def _end_data(self, deadline_s: float) -> None:
         for participant in tuple(self._participants):

@@ -109,7 +109,16 @@ def test_messages_need_no_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [[(count, float(count)) for count in (0, 3, 100_000)] * 2] * 2
 
 
-def test_closing_in_a_handler_ends_a_receive() -> None:
-    first, second = launch(programs.closed_in_a_handler, 2, timeout_s=TIMEOUT_S)
+def test_each_thread_has_its_own_wait() -> None:
+    for_2, peers_of_2, for_1, peers_of_1 = launch(programs.two_waits, 2, timeout_s=TIMEOUT_S)[0]
+    assert "recv() from rank 1 with tag" in for_2
+    assert "recv() from rank 1 with tag 1, " in for_1
+    assert (peers_of_2, peers_of_1) == ("[1, 1]", "[1]")
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_closing_in_a_handler_ends_a_receive(has_others: bool) -> None:
+    close = functools.partial(programs.closed_in_a_handler, has_others)
+    first, second = launch(close, 2, timeout_s=TIMEOUT_S)
     assert first == ["closed", "CommunicatorRevoked"]
     assert second == ["CommunicatorRevoked"]

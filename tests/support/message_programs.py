@@ -6,9 +6,11 @@ import random
 import signal
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from support.raising import raises
 
 import r2ccl
 from r2ccl import Communicator, Message
@@ -328,18 +330,69 @@ def without_eager_calls() -> list[tuple[int, float]]:
         return found
 
 
-def closed_in_a_handler() -> list[str]:
-    """Close the job in a signal handler that interrupts a receive; return how both ended."""
+def two_waits() -> list[str]:
+    """Wait for a message in two threads; after one wait has ended, return what the rank waits for.
+
+    Return the descriptions while both wait, and while the first alone waits.
+    """
+    with r2ccl.init() as comm:
+        found: list[str] = []
+
+        def receive() -> None:
+            comm.recv(np.empty(3), 1, tag=2)
+
+        def look() -> None:
+            until_s = time.monotonic() + TIMEOUT_S / 4
+            messenger = comm._engine.messenger
+            for nwaits in (2, 1):
+                while len(messenger.waits) != nwaits and time.monotonic() < until_s:
+                    time.sleep(0.01)
+                found.append(f"{comm.pending()}")
+                found.append(f"{sorted(peer for each in messenger.waits for peer in each.peers)}")
+                comm.send(np.ones(3), 1, tag=nwaits)
+
+        threads = [threading.Thread(target=each) for each in (receive, look)]
+        if comm.rank == 0:
+            for thread in threads:
+                thread.start()
+            comm.recv(np.empty(3), 1, tag=1)
+            for thread in threads:
+                thread.join()
+        else:
+            for tag in (2, 1):
+                comm.recv(np.empty(3), 0, tag=tag)
+                comm.send(np.ones(3), 0, tag=tag)
+        comm.barrier()
+        return found
+
+
+def closed_in_a_handler(has_others: bool) -> list[str]:
+    """Close the job in a signal handler that interrupts a receive; return how both ended.
+
+    If `has_others`, other threads have begun and ended a receive, and are in one, meanwhile.
+    """
     found: list[str] = []
     comm = r2ccl.init()
 
     def close(signum: int, frame: Any) -> None:
+        if not has_others:  # the interrupted thread owns the data loop
+            with raises(r2ccl.ConcurrentCalls, match="signal handler"):
+                comm.exclude(0, 0)
         comm.close()
         found.append("closed")
 
+    def receive(tag: int) -> None:
+        with suppress(R2cclError):
+            comm.recv(np.empty(3), tag=tag)
+
     signal.signal(signal.SIGALRM, close)
+    threads = [threading.Thread(target=receive, args=(tag,)) for tag in (1, 2)]
     if comm.rank == 0:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        for thread in threads if has_others else []:
+            thread.start()
+    elif has_others:
+        comm.send(np.ones(3), 0, tag=1)
     try:
         comm.recv(np.empty(3))
     except R2cclError as exc:

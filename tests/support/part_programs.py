@@ -194,6 +194,7 @@ def usable_after_wrong_parts() -> None:
             ("from element 0 on, but x has 4", lambda: comm.scatterv(x, root=mine, counts=[5, 0])),
             ("must be equal", lambda: comm.alltoallv(x, sendcounts=own, recvcounts=[1, 1])),
             ("add up to 9", lambda: comm.reduce_scatterv(x, counts=[4, 5])),
+            ("add up to 4", lambda: comm.reduce_scatterv(whole, counts=[2, 2])),
             ("x has 4 elements, out has 7", lambda: comm.gather(x, np.ones(7), root=mine)),
             ("cannot be divided", lambda: comm.alltoall(np.ones(3))),
             ("without out", lambda: comm.scatter(x, root=other)),
