@@ -131,7 +131,8 @@ def premul_sum(factor: complex) -> ConvertedOp:
     input, and memory of the size of the input, which is reused across calls. The input is not
     modified, unless it is also the output.
     """
-    if not any(hasattr(factor, name) for name in ("__index__", "__float__", "__complex__")):
+    is_number = any(hasattr(factor, name) for name in ("__index__", "__float__", "__complex__"))
+    if not is_number or getattr(factor, "ndim", 0):  # arrays have these methods, too
         raise InvalidArgument(f"premul_sum({factor!r}): pass a number")
     return ConvertedOp(ReduceOp.SUM, factor)
 

@@ -46,7 +46,7 @@ def test_small_floats_are_scaled_in_float32(dtype: np.dtype[Any], factor: float)
     np.testing.assert_array_equal(found.astype(np.float32), exact.astype(np.float32))
 
 
-@pytest.mark.parametrize("given", ["x", "2", None, [2.0], r2ccl.SUM.name])
+@pytest.mark.parametrize("given", ["x", "2", None, [2.0], np.ones(3), r2ccl.SUM.name])
 def test_a_factor_that_is_no_number_is_refused(given: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"^premul_sum\(.*\): pass a number$"):
         r2ccl.premul_sum(given)
