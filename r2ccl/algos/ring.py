@@ -169,8 +169,8 @@ def _orders(
     every = list(range(nranks))
     if len(orders) != nchannels or any(sorted(order) != every for order in orders):
         raise InvalidArgument(
-            f"rank_orders={orders!r}: give {nchannels} permutations of 0 to {nranks - 1}, "
-            "one per channel"
+            f"rank_orders={orders!r}: give one permutation of 0 to {nranks - 1} for each of the "
+            f"{nchannels} channels"
         )
     return orders
 

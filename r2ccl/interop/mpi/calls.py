@@ -20,13 +20,14 @@ class CallOutcome(NamedTuple):
     ----------
     source, tag, nbytes : int
         Source rank, tag and size of the message, as in ``MPI.Status``. Without a message,
-        ``MPI.ANY_SOURCE``, ``MPI.ANY_TAG`` and 0.
+        ``MPI.ANY_SOURCE`` (``MPI.PROC_NULL`` after a receive from it), ``MPI.ANY_TAG`` and 0.
     is_cancelled : bool
         True if the receive was cancelled.
     obj : object
         Python object received, which lower-case methods such as ``recv`` return; otherwise None.
     error : int
-        Error class of MPI; ``MPI.SUCCESS`` unless the call failed.
+        Error class of MPI; ``MPI.SUCCESS`` unless the call failed, or has not finished because
+        another request of its list failed (``MPI.ERR_PENDING``).
     """
 
     source: int = MPI.ANY_SOURCE
@@ -46,7 +47,7 @@ class CallOutcome(NamedTuple):
             status.Set_cancelled(self.is_cancelled)
 
 
-#: Outcome of a call that received no message.
+#: Outcome of a call that received no message, except from ``MPI.PROC_NULL``.
 EMPTY = CallOutcome()
 
 

@@ -112,7 +112,7 @@ class LocalDriver(MessageProtocol):
         """Move frames, and handle envelopes; return whether any frame moved.
 
         This method may return while more frames can move. If `is_waiting` and nothing can move, it
-        first waits some milliseconds for a frame.
+        first waits, up to some milliseconds, for a frame or for room in a ring.
         """
         has_moved = False
         for _ in range(_MOST_EVENTS):

@@ -78,7 +78,7 @@ def test_an_order_equal_to_the_default_changes_nothing():
     "orders", [[(0, 1, 2)], [(0, 1, 2), (0, 1)], [(0, 1, 2), (0, 1, 1)], [(0, 1, 2), (1, 2, 3)]]
 )
 def test_orders_that_are_no_permutations_are_refused(orders):
-    with pytest.raises(InvalidArgument, match="2 permutations of 0 to 2"):
+    with pytest.raises(InvalidArgument, match="one permutation of 0 to 2 for each of the 2"):
         ring.allreduce(3, 2, orders)
 
 
