@@ -11,8 +11,6 @@ from endings.cells import ended_s
 from support import punctual
 from support.slow import slow_but
 
-pytestmark = pytest.mark.timeout(120)
-
 both_ways = pytest.mark.parametrize("is_local", [False, True], ids=["tcp", "shm"])
 
 

@@ -19,7 +19,6 @@ import r2ccl
 from r2ccl import launch
 from r2ccl.algos import ring, tree
 
-pytestmark = pytest.mark.timeout(120)
 TIMEOUT_S = 60.0
 
 

@@ -54,13 +54,11 @@ def end(run_ranks: Any, ending: str, moment: str, *, is_local: bool) -> None:
     cells.judge(cells.read(outputs, ending), ending, moment)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("ending", "moment"), slow_but(LOCAL_QUICK, LOCAL))
 def test_an_end_in_shared_memory(run_ranks: Any, ending: str, moment: str) -> None:
     punctual.in_time(lambda: end(run_ranks, ending, moment, is_local=True))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("ending", "moment"), slow_but(QUICK, CELLS))
 def test_an_end(run_ranks: Any, ending: str, moment: str) -> None:
     punctual.in_time(lambda: end(run_ranks, ending, moment, is_local=False))

@@ -15,7 +15,6 @@ from r2ccl.testing.netlab import Lab, unavailable_reason
 REASON = unavailable_reason()
 pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}"),
-    pytest.mark.timeout(120),
 ]
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("exclude_rank.py")

@@ -111,7 +111,6 @@ def require_exact(reports: list[dict[str, Any]]) -> None:
     assert len(planned) > 2, "no plan was made for a failure"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("algo", ALGOS)
 def test_every_schedule_is_exact_while_nics_go_and_come_back(lab: Lab, algo: str) -> None:
     reports = run_job(lab, ALLREDUCES * ROUNDS, R2CC_ALGO=algo)
@@ -119,19 +118,16 @@ def test_every_schedule_is_exact_while_nics_go_and_come_back(lab: Lab, algo: str
     assert all(report["digests"] == reports[0]["digests"] for report in reports[1:])
 
 
-@pytest.mark.timeout(120)
 def test_named_schedules_are_exact_while_nics_go_and_come_back(lab: Lab) -> None:
     require_exact(run_job(lab, BY_NAME))
 
 
-@pytest.mark.timeout(120)
 def test_other_collectives_are_exact_while_nics_go_and_come_back(
     lab: Lab,
 ) -> None:
     require_exact(run_job(lab, OTHERS * ROUNDS))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("settings", [{"R2CC_ALGO": "packed_trees"}, {"R2CC_SHM": "1"}], ids=str)
 def test_ranks_sharing_nodes_are_exact_while_nics_come_and_go(settings: dict[str, str]) -> None:
     """In one level by a named schedule, and in two levels, planned anew for every failure."""

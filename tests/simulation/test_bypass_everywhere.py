@@ -34,7 +34,7 @@ def apart(at: int, gap: int, is_seen: bool, keep: int = 0) -> tuple[NicDown, Nic
     )
 
 
-@pytest.mark.timeout(3600 if IS_THOROUGH else 240)
+@pytest.mark.timeout(3600 if IS_THOROUGH else 300)
 @sweep(31, STEP)
 @pytest.mark.parametrize("is_seen", slow_but([False], [True, False]), ids=["seen", "silent"])
 @pytest.mark.parametrize("fabric", slow_but(["rail"], ["full", "rail"]))
@@ -56,7 +56,7 @@ def test_a_pair_is_left_apart_at_every_event(
     assert nbypassed > 5 * STEP // step
 
 
-@pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@pytest.mark.timeout(3600 if IS_THOROUGH else 300)
 @sweep(13, STEP)
 def test_two_ranks_alone_go_across_at_every_event(step: int) -> None:
     for at in range(0, simulate(PAIR).nevents, step):
@@ -65,7 +65,7 @@ def test_two_ranks_alone_go_across_at_every_event(step: int) -> None:
         assert outcome.is_clean, (faults, outcome.errors)
 
 
-@pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@pytest.mark.timeout(3600 if IS_THOROUGH else 300)
 @sweep(83, 1 if IS_THOROUGH else 5)
 @pytest.mark.parametrize("at", slow_but([120], [120, 300]))
 def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int, step: int) -> None:
@@ -83,7 +83,7 @@ def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int, step: i
         assert outcome.is_clean, (second, cut, outcome.errors)
 
 
-@pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@pytest.mark.timeout(3600 if IS_THOROUGH else 300)
 @pytest.mark.parametrize(
     "busy_ms",
     [(8000, 8000), *(pytest.param(b, marks=pytest.mark.slow) for b in ((8000, 0), (0, 8000)))],

@@ -96,7 +96,6 @@ class Job:
         assert self.outcome.verdicts == ((),) * len(self.ranks), "an exclusion is no failure"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("by", [0, 1, RANK])
 @pytest.mark.parametrize(
     ("workload", "step"),
@@ -149,7 +148,6 @@ def test_a_rail_included_without_its_cable_stays_down(is_seen: bool) -> None:
         assert (health.excluded, health.share(RANK, RAIL)) == ((), 0)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("is_restored", [True, False])
 @sweep(50, 2)
 def test_a_rail_is_excluded_at_every_event_of_its_repair(is_restored: bool, step: int) -> None:

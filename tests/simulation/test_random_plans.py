@@ -135,7 +135,7 @@ def jobs(
     return workload, FailurePlan(tuple(draw(several)), noise), draw(st.integers(0, 1 << 16))
 
 
-LIMIT = pytest.mark.timeout(120 if EXAMPLES <= 1_000 else 7_200)
+LIMIT = pytest.mark.timeout(300 if EXAMPLES <= 1_000 else 7_200)
 UNCHECKED = list(hypothesis.HealthCheck)
 random_plans = hypothesis.settings(
     max_examples=EXAMPLES,

@@ -115,7 +115,7 @@ def test_slices_are_relayed_and_exact(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@pytest.mark.timeout(3600 if IS_THOROUGH else 300)
 @pytest.mark.parametrize("workload", [RING, TREES], ids=["ring", "trees"])
 def test_a_path_is_cut_at_every_event(workload: Workload) -> None:
     for at in range(run(workload).nevents):

@@ -77,7 +77,7 @@ class Ranks:
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(100.0):
+        async with asyncio.timeout(250.0):
             await main()
 
     asyncio.run(bounded())
@@ -121,7 +121,7 @@ class Traffic:
 @pytest.mark.parametrize("nranks", slow_but([2, 3, 64], [2, 3, 64, 1024]))
 def test_rank_0_sends_the_table_to_log2_ranks(monkeypatch: pytest.MonkeyPatch, nranks: int) -> None:
     traffic = Traffic(monkeypatch)
-    ranks = Ranks(nranks)
+    ranks = Ranks(nranks, timeout_s=200.0)
     traffic.port = ranks.port
 
     async def main() -> None:
