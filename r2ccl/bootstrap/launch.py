@@ -521,8 +521,8 @@ def _check_environment(env: Mapping[str, str], who: str) -> None:
         is_text = isinstance(name, str) and isinstance(value, str)
         if not is_text or not name or "=" in name or "\0" in name + value:
             raise InvalidArgument(
-                f"{who}: env={{{name!r}: {value!r}}}: names and values must be of type str; a name "
-                "must not be empty or contain =, and neither may contain a null character"
+                f"{who}: env has a wrong variable {name!r}: names and values must be of type str; "
+                "a name must not be empty or contain =, and neither may contain a null character"
             )
 
 

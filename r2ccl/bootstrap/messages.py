@@ -86,9 +86,10 @@ class Goodbye(msgspec.Struct, frozen=True, tag="boot.goodbye"):
 class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
     """Report of rank ``witness`` that ``rank`` is lost; a rank to which this is new passes it on.
 
-    ``why`` is the evidence. ``last_heard_s`` is the time in seconds between the last sign of life
-    of ``rank`` at ``witness`` and the finding of the loss. A rank that receives this message about
-    itself has been given up by the sender, which has measured ``last_heard_s`` itself.
+    ``why`` is the evidence. ``last_heard_s`` is the time in seconds from the last sign of life of
+    ``rank`` at ``witness`` until ``witness`` found the loss. If a rank receives this message about
+    itself, the sender has given it up; ``last_heard_s`` is then measured at the sender, which need
+    not be ``witness``.
     """
 
     rank: int

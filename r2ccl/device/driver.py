@@ -182,7 +182,7 @@ class CudaDevice:
     def allocate_pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Implement `Device.allocate_pinned`.
 
-        The array has the same address on every GPU, because CUDA addressing is unified.
+        Every GPU accesses the array at its host address (CUDA unified virtual addressing).
         """
         address = self._call("cuMemHostAlloc", nbytes, _PORTABLE_AND_MAPPED)
         self._context.keep("pinned memory", address)

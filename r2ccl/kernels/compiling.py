@@ -109,7 +109,7 @@ run:
 
 
 def inlined(function: _F) -> _F:
-    """Return `function` in a form that compiled code can call.
+    """Let compiled code call `function`; return `function` unchanged.
 
     This is ``numba.extending.register_jitable`` with a type for type checkers.
     """

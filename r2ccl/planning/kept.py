@@ -26,8 +26,8 @@ class Kept(dict[Key, Value]):
     most : int
         Maximum number of results. Further results drop the oldest.
     most_size : int, optional
-        Maximum size of all results together, in the unit of `keep`; one result may exceed it.
-        Default: the size does not matter.
+        Maximum size of all results together, in a unit that the caller chooses, such as edges; one
+        result may exceed it. Default: the size does not matter.
     """
 
     def __init__(self, most: int, most_size: int | None = None) -> None:
@@ -42,7 +42,10 @@ class Kept(dict[Key, Value]):
         self._newest = -1
 
     def keep(self, key: Key, value: Value, size: int = 0) -> Value:
-        """Keep and return `value`, the result for `key`; its memory is proportional to `size`."""
+        """Keep and return `value`, the result for `key`; drop older results that exceed a limit.
+
+        `size` is the size of `value`, in the unit of `most_size`, and ignored without `most_size`.
+        """
         newest = self._newest
         if key[0] > newest:
             self._newest = key[0]

@@ -231,9 +231,10 @@ class Findings:
                 self.note(rank, [RailShare(rank, rail, health.share(rank, rail))])
 
     def note(self, reporter: int, news: Iterable[RailShare]) -> None:
-        """Replace the last reports of `reporter` on the rails in `news`, which must exist.
+        """Make each report in `news` the last one of `reporter` on its rail.
 
-        A share of `WHOLE` withdraws the report.
+        A share of `WHOLE` withdraws the report. The ranks and rails in `news` must exist; this is
+        not checked.
         """
         for word in news:
             words = self._words.setdefault((word.rank, word.rail), {})

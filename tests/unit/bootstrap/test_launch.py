@@ -178,8 +178,8 @@ def test_a_rank_that_calls_exit_does_not_end_the_launcher(status: int) -> None:
     [
         ({"timeout_s": "abc"}, "timeout_s='abc': allowed is a number of seconds"),
         ({"timeout_s": float("nan")}, "timeout_s=nan: allowed is"),
-        ({"env": {"A": 1}}, "env={'A': 1}: names and values must be of type str"),
-        ({"env": {"A=B": "1"}}, "env={'A=B': '1'}: names"),
+        ({"env": {"A": 1}}, "env has a wrong variable 'A': names and values must be of type str"),
+        ({"env": {"A=B": "1"}}, "env has a wrong variable 'A=B': names"),
         ({"env": ["A"]}, "pass a mapping of names to values"),
     ],
 )
