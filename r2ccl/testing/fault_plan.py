@@ -31,7 +31,8 @@ class FaultPlan:
     """List of faults for one run, with a record of the faults that fired.
 
     For a second run, make a fresh plan with ``FaultPlan(plan.faults)``. As a context manager, the
-    plan raises AssertionError on exit if a fault did not fire, unless the body raised an error.
+    plan raises AssertionError on exit if a fault did not fire (in a rank: one that the rank
+    triggers), unless the body raised an error.
 
     Parameters
     ----------
