@@ -408,7 +408,7 @@ def rail_weights(rows: Sequence[Sequence[int]]) -> list[int]:
     """Return the relative bandwidth of each rail; `rows` has the shares of each node's ports.
 
     The bandwidth of a rail is its least share among the nodes. A rail that is down on a node counts
-    as much as the best rail.
+    as much as the best rail, even if it is slow on another node.
     """
     worst = [min(column) for column in zip(*rows, strict=True)]
     best = max(worst) or WHOLE

@@ -301,7 +301,8 @@ def reporter_from_env(
     except (KeyError, ValueError) as exc:
         raise InvalidArgument(
             f"R2CC_FAULT_PLAN={path} needs the rank of this process in RANK, "
-            f"but RANK is {env.get('RANK')!r}: start the process with a launcher"
+            f"but RANK is {env.get('RANK')!r}: set it, or start the process with `r2ccl launch`, "
+            "`r2ccl netlab` or torchrun"
         ) from exc
     address = env.get("R2CC_FAULT_SOCKET")
     if address:
