@@ -296,7 +296,7 @@ def _one_shot(terms: Terms) -> Iterator[Candidate]:
 
 def _packed_trees(terms: Terms) -> Iterator[Candidate]:
     # If home rails do not connect all nodes, trees are packed as if every two nodes had a common
-    # rail, and edges without one travel on the last-resort rail.
+    # rail. Some of their edges then have none, so `Planner.compare` leaves these candidates out.
     reach = terms.meets() if not terms.is_connected and terms.is_joined else None
     for ntrees, bandwidths in _counts_of_trees(terms):
         trees = packed_trees.pack(bandwidths, ntrees, reach)

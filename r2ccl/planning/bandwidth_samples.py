@@ -123,9 +123,10 @@ class BandwidthSamples:
 
 #: Number of consecutive candidates in a window.
 _WINDOW = 3
+#: Smallest distance of windows while a rail is slow, and while none is. For the first `_SOON`
+#: candidates after a change of health, windows have this distance. Later, samples cost at most one
+#: part in `_BUDGET` of the time, but windows have at most the distance `_RAREST`.
 _DISTANCE_SLOW, _DISTANCE = 16, 48
-#: Number of candidates after a change of health whose windows have these distances. Later, samples
-#: cost at most one part in `_BUDGET` of the time, and windows have at most the distance `_RAREST`.
 _SOON = 64
 _BUDGET = 100
 _RAREST = 4096

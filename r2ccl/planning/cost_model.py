@@ -70,7 +70,8 @@ class Fabric(NamedTuple):
     Attributes
     ----------
     homes : sequence of int
-        Numbers of the home rails, on which channels are placed: all rails except last resorts.
+        Numbers of the home rails, on which channels are placed: the RDMA rails or, if there are
+        none, all TCP rails except last resorts.
     nwires : int
         Number of rails whose bandwidths add up. Rails that share one wire, as on loopback, only
         back each other up and get one channel together (loopback, 2 and 4 ranks, 256 KiB to 64 MiB:
@@ -100,7 +101,7 @@ class Choice(NamedTuple):
     Attributes
     ----------
     name : str
-        Name of the schedule's family.
+        Name of the schedule's family; for a schedule of the user, its own name.
     schedule : Schedule
     placement : Placement
     slice_nbytes : int
@@ -111,14 +112,15 @@ class Choice(NamedTuple):
     predicted_ns : int
         Predicted time of the call in ns; 0 if unknown.
     steps : int
-        Number of messages on the longest chain of dependent messages; 0 if the time was not
-        predicted.
+        Number of messages on the longest chain of dependent messages; 0 if the choice was made
+        without `predict`.
     is_among_nodes : bool
         True if the ranks of the schedule stand for nodes with several ranks, because it has not yet
         been expanded (`r2ccl.planning.allreduce_registry.expand`).
     flows : Flows or None
-        Load of each edge, if it is known without generating the ops of the schedule; None unless
-        `is_among_nodes`, because only the expansion needs it.
+        Load of each edge of the schedule over nodes, if it is known without generating ops; None
+        unless the schedule is over nodes with several ranks, or was expanded from one that is:
+        only the expansion needs it.
     has_way : bool
         False if the schedule was placed although two neighbours on different nodes have no common
         home rail (`Placed`); its load and time are then unknown.
@@ -156,11 +158,12 @@ class Placed(NamedTuple):
     mean : Fraction
         Average load of all ports, in the same unit.
     nlinks : int
-        Largest number of links that one rank, or node, has on one rail; 0 if it does not limit the
+        Largest number of edges that one rank, or node, has on one rail; 0 if it does not limit the
         slice size.
     has_way : bool
-        True if every two neighbours on different nodes have a common home rail. Otherwise some use
-        the last-resort rail, whose bandwidth is unknown, or cannot exchange data.
+        True if every two neighbours on different nodes have a common home rail. Otherwise some need
+        a bypass, or a rail that is no home rail and whose bandwidth is unknown, or cannot exchange
+        data.
     """
 
     candidate: Candidate

@@ -1,8 +1,8 @@
 """Results of planning that are kept for later calls, as long as the health may still be in use.
 
-Invariant: the first result of a new version of the health drops those of all versions before the
-last one. The last one may still be in use, by calls that ranks entered before they agreed on the
-new version.
+Invariant: the first result of a new version of the health drops those of all versions except the
+previous one, which may still be in use, by calls that ranks entered before they agreed on the new
+version.
 """
 
 from __future__ import annotations

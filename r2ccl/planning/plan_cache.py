@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     Attributes
     ----------
     signature : int
-        Packed call signature that travels with every slice.
+        Packed call signature, sent with every slice or with the announcement of its landing place.
     layout : Layout
     reduce : callable
         Reduction of two operands, ``reduce(left, right, out)``.
@@ -50,12 +50,12 @@ class Plan(NamedTuple):
         True if the traffic of the call can measure the bandwidth of rails.
     pairs : dict of (int, bool) to int, or None
         For a collective in `r2ccl.types.PAIRWISE`, by peer and direction (True: to the peer), the
-        signature that travels with the slices instead of `signature`; it has the number of elements
-        that the pair exchanges in this direction. None for other collectives.
+        signature that is sent instead of `signature`; it has the number of elements that the pair
+        exchanges in this direction. None for other collectives.
     is_lasting : bool
         True if equal calls have this plan, whatever their number, as long as the health does not
-        change. False for a call that must sometimes be a bandwidth sample, and for a plan that was
-        made without the number of a collective.
+        change, as with a schedule of the user. With the planner's choice, False if the call must
+        sometimes be a bandwidth sample, or the plan was made without the number of a collective.
     kernel : int
         Address of the kernel of the reductions in compiled code; 0: that of the signature's dtype
         and op.
@@ -455,10 +455,10 @@ class PlanCache:
         level.
 
         The result is equal on all ranks, because all plan with a new health from the same call on.
-        It is False for scans, direct exchanges and operations that are not commutative, and with
-        ``R2CC_BALANCE=0``. It is also False if the network was not measured, the predicted time of
-        the call is unknown, its fastest schedule is a sample anyway, or it has no schedule that is
-        a sample.
+        It is False for scans, collectives in `r2ccl.types.DIRECT` and operations that are not
+        commutative, and with ``R2CC_BALANCE=0``. It is also False if the network was not measured,
+        the predicted time of the call is unknown, its fastest schedule is a sample anyway, or it
+        has no schedule that is a sample.
         """
         return self._take(op, self._cost_of(call, health, two_level_ns), health)
 

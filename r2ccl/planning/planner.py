@@ -11,7 +11,8 @@ predicted time, or a preferred one whose time is within 2 % of it (`r2ccl.planni
 `best`). Alltoalls and exchanges of unequal parts, of any size, and larger gathers and scatters are
 direct exchanges (`r2ccl.planning.exchange_placement`). A reduction by an operation that is not
 commutative runs recursive doubling, or chains in rank order. ``R2CC_MODE`` restricts the schedule
-families; in mode auto, ``R2CC_ALGO`` can fix the family of larger allreduces.
+families; in mode auto, ``R2CC_ALGO`` can fix the family of larger allreduces. Its value ``ring``
+also restricts the other collectives, as the modes failstop, migrate and balance do.
 
 If some nodes have no common home rail, a schedule runs in which every two neighbours have one, if
 such a schedule is found. Scans, alltoalls, exchanges of unequal parts and operations that are not
@@ -60,8 +61,8 @@ class Explanation(NamedTuple):
         Size of the allreduce, in bytes.
     chosen : Choice
     others : tuple of Choice
-        Best variant of every other family that can run, fastest first. All ``predicted_ns``, also
-        that of `chosen`, are 0 if the network was not measured.
+        Best variant of every other family in `FAMILIES` that can run, fastest first. All
+        ``predicted_ns``, also that of `chosen`, are 0 if the network was not measured.
     why : str
         Reason of the choice, for people.
     excluded : tuple of (int, int)
@@ -155,12 +156,12 @@ class Planner:
         return best(gauges or found)
 
     def options(self, call: CallSignature, nbytes: int, health: Health) -> list[Choice]:
-        """Return the predictions of all schedules that a call could run, one or more per family.
+        """Return the predictions of the schedules that a call could run, one or more per family.
 
         For an allreduce, this includes families that `plan` does not try with these settings and
-        this health. For another collective, the only element is the choice of `plan` if there is no
-        other candidate, or if `plan` compares none because the data fits one eager slice. Its
-        predicted time may then be 0.
+        this health, but no spanning tree if another family can run. For another collective, the
+        only element is the choice of `plan` if there is no other candidate, or if `plan` compares
+        none because the data fits one eager slice. Its predicted time may then be 0.
         """
         if call.collective == Collective.ALLREDUCE:
             return self.compare(nbytes, health, FAMILIES)
@@ -211,7 +212,8 @@ class Planner:
     ) -> Choice:
         """Return the choice for a gather or scatter over a tree.
 
-        The tree is binomial; if some nodes have no common home rail, it is a spanning tree.
+        It is a spanning tree if home rails connect all nodes, but some of them only over other
+        nodes; else a binomial tree.
         """
         make = _TREE_GATHERS[call.collective]
         if _is_bridged(terms):
@@ -301,8 +303,8 @@ class Planner:
             found = [each for each in placed if each.has_way]
             if found:
                 break
-        # Without a connection over home rails, the ring uses the last-resort rail or waits for a
-        # rail to come back.
+        # Neighbours without a common home rail use a bypass or a rail that is no home rail, or wait
+        # for a rail to come back.
         found = found or self._put("ring", terms, carried)
         return [predict(each, nbytes, self.fabric, self._config) for each in found]
 
@@ -440,8 +442,8 @@ def best(found: Sequence[Choice]) -> Choice:
 def reason(chosen: Choice, found: Sequence[Choice]) -> str:
     """Return a text that says why `best` chose `chosen` among `found`.
 
-    It has the predicted times of `chosen` and of the fastest other family. If there is no other, it
-    has no times.
+    It has the predicted times of `chosen` and of the fastest other family. It has no times if there
+    is no other, or if neighbours in `chosen` have no common home rail.
     """
     least: dict[str, Choice] = {}
     for each in sorted(found, key=lambda choice: choice.predicted_ns):

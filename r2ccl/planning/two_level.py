@@ -172,7 +172,8 @@ class TwoLevelPlans:
         user-defined, or its collective is in `PARTED` and the ranks are not numbered node by node.
         A call of at most ``R2CC_EAGER_NBYTES`` runs in one level unless two levels need fewer
         steps. In the modes r2cc and auto, a larger call runs in one level if that is predicted to
-        take less time by more than 2 %.
+        take less time by more than 2 %, or if some neighbours would have no common home rail both
+        at home and everywhere.
         """
         key = (health.version, call, sizes)
         try:  # another thread may drop the result between two look-ups
@@ -302,8 +303,9 @@ class TwoLevelPlans:
     ) -> tuple[bool, int] | None:
         """Return whether groups run at home (False: everywhere), and the predicted time in ns.
 
-        Return None if one level is faster by more than 2 % (`_AS_GOOD`). Only the times between the
-        nodes are compared; the times of the steps within a node are neglected.
+        Return None if one level is faster by more than 2 % (`_AS_GOOD`), or if some neighbours
+        have no common home rail both at home and everywhere. Only the times between the nodes are
+        compared; the times of the steps within a node are neglected.
         """
         one = self._plans.choice_of(call, health)
         one_ns = one.predicted_ns if one.has_way else inf
@@ -406,7 +408,7 @@ def rail_weights(rows: Sequence[Sequence[int]]) -> list[int]:
     """Return the relative bandwidth of each rail; `rows` has the shares of each node's ports.
 
     The bandwidth of a rail is its least share among the nodes. A rail that is down on a node counts
-    as much as the best rail.
+    as much as the best rail, even if it is slow on another node.
     """
     worst = [min(column) for column in zip(*rows, strict=True)]
     best = max(worst) or WHOLE

@@ -31,7 +31,8 @@ class FaultPlan:
     """List of faults for one run, with a record of the faults that fired.
 
     For a second run, make a fresh plan with ``FaultPlan(plan.faults)``. As a context manager, the
-    plan raises AssertionError on exit if a fault did not fire, unless the body raised an error.
+    plan raises AssertionError on exit if a fault did not fire (in a rank: one that the rank
+    triggers), unless the body raised an error.
 
     Parameters
     ----------
@@ -300,7 +301,8 @@ def reporter_from_env(
     except (KeyError, ValueError) as exc:
         raise InvalidArgument(
             f"R2CC_FAULT_PLAN={path} needs the rank of this process in RANK, "
-            f"but RANK is {env.get('RANK')!r}: start the process with a launcher"
+            f"but RANK is {env.get('RANK')!r}: set it, or start the process with `r2ccl launch`, "
+            "`r2ccl netlab` or torchrun"
         ) from exc
     address = env.get("R2CC_FAULT_SOCKET")
     if address:

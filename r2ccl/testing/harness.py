@@ -45,7 +45,8 @@ class FaultInjection:
     def __call__(self, rank: int, rail: int, op: int, step: int = 0) -> None:
         """Let `rank` lose `rail` just before slice `step` of collective `op`; see `fail_at`.
 
-        If the job has no such rail, this collective raises InvalidArgument in `rank`.
+        If the job has no such rank, `r2ccl.init` raises InvalidArgument. If it has no such rail,
+        the collective raises it in `rank`.
         """
         self._faults.extend(fail_at(rank, rail, op, step).faults)
 

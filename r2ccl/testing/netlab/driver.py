@@ -60,6 +60,11 @@ class PlanRun:
         Number of ranks on each node of the lab.
     apply : callable
         Applies a `Fault` and returns its `Firing`; the run calls it in the driver's thread.
+
+    Raises
+    ------
+    LabError
+        If the socket cannot be bound.
     """
 
     def __init__(

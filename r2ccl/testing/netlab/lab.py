@@ -205,8 +205,9 @@ class Lab:
             If `argv` is a text, the plan does not fit the lab, some of its faults have fired
             before, or a job is running.
         LabError
-            If a fault could not be applied or undone, a rank could not be ended, or the thread that
-            applies the faults does not answer in time. The results of the ranks are then lost.
+            If the socket for the reports of the ranks cannot be bound, a fault could not be applied
+            or undone, a rank could not be ended, or the thread that applies the faults does not
+            answer in time. The results of the ranks are then lost.
         """
         take = sink or _print_line
         with self._start(argv, env, plan, is_interactive=False) as job:
@@ -233,7 +234,8 @@ class Lab:
             If `argv` is a text, the plan does not fit the lab, some of its faults have fired
             before, or a job is running.
         LabError
-            If the thread that applies the faults does not answer in time.
+            If the socket for the reports of the ranks cannot be bound, or the thread that applies
+            the faults does not answer in time.
         """
         return self._start(argv, env, plan, is_interactive=True)
 

@@ -113,8 +113,9 @@ def prepare(say: Callable[[str], None]) -> None:
     Raises
     ------
     RdmaLabError
-        If a requirement is missing and cannot be installed (the message names it and the remedy),
-        or if an installer fails or the link cannot be made (the message gives the cause).
+        If this machine is not Linux on x86_64, if a requirement is missing and cannot be installed
+        (the message names it and the remedy), or if an installer fails or the link cannot be made
+        (the message gives the cause).
     """
     lacks = missing() if _is_supported() else ()
     if _packages(lacks) and os.geteuid() == 0 and _has("apt-get"):

@@ -136,8 +136,8 @@ def run(
         Variables that override the variables of this process and of the lab, except the path of
         `report`.
     sink : callable, optional
-        Called with each piece of the command's output, stdout and stderr together. By default the
-        output goes to stdout.
+        Called with each piece of the machine's output: that of the command, stdout and stderr
+        together, and messages of the runner and of the setup. Default: the output goes to stdout.
 
     Raises
     ------
