@@ -277,8 +277,9 @@ class MessageDriver(MessageProtocol):
     def may_receive(self, source: int, tag: int) -> bool:
         """Return True if a new receive with `tag` from `source` would take the next such message.
 
-        Return False if another receive waits, whatever its source and tag, or if a message that the
-        new receive would take has arrived already.
+        Return False if another receive waits, whatever its source and tag; if a message that the
+        new receive would take has arrived already; or if `source` has sent envelopes that have
+        arrived and are not handled yet.
         """
         link, matching = self._links.receiver(self._members[source], self.channel), self.matching
         if link.arrivals:  # slices not delivered yet; only `Links.deliver` passes them on

@@ -26,7 +26,7 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class Delayed(NamedTuple):
-    """Requests that continue a direct call that did not end in compiled code.
+    """Requests that continue a direct call that compiled code could not complete.
 
     None stands for a direction that the call does not have, or that is finished.
     """
