@@ -1,4 +1,4 @@
-"""Form of a pair of arrays, which a prepared call in shared memory checks before it runs."""
+"""Form of a pair of arrays, which compiled code checks before it runs or repeats a call."""
 
 from __future__ import annotations
 

@@ -246,11 +246,11 @@ def words_at(typing_context: Any, address: Any) -> Any:
 def call_kernel(
     typing_context: Any, kernel: Any, sources: Any, count: Any, target: Any, nbytes: Any
 ) -> Any:
-    """Call the kernel of `r2ccl.kernels.fold` at address `kernel`.
+    """Call the kernel at address `kernel`, which has the parameters of `r2ccl.kernels.fold`.
 
-    The kernel combines `count` inputs of `nbytes` bytes each and writes the result to address
-    `target`. `sources` is the address of a table with the addresses of the inputs. Return the
-    kernel's result, an integer.
+    A kernel of that module combines `count` inputs of `nbytes` bytes each and writes the result to
+    address `target`. `sources` is the address of a table with the addresses of the inputs. Return
+    the kernel's result, an integer.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

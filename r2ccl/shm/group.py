@@ -479,9 +479,10 @@ class LocalGroup:
     def leave(self, output: Array | None) -> None:
         """Take this rank's arrays back from the peers, because its call raises an error.
 
-        A peer that has read one of these arrays directly does not finish its call. If the call is
-        an allreduce, `output` is its output: after this method, writes of peers do not reach it,
-        unless a warning was logged. For other calls, `output` is None.
+        A peer that reads one of these arrays directly, and has not made sure yet that the array has
+        stayed unchanged (`have_stayed`), does not finish its call. If the call is an allreduce,
+        `output` is its output: after this method, writes of peers do not reach it, unless a warning
+        was logged. For other calls, `output` is None.
         """
         self._own.words[layout.LEFT // 8] = 1
         self.wake()

@@ -1,7 +1,8 @@
-"""Repetition of a call of a collective by one compiled function, which Python calls.
+"""Repetition of a call by one compiled function, which Python calls.
 
-The function compares its arguments with those of an earlier call, runs the loop of the collective
-and returns the result. In Python, these steps would take longer than a small collective itself.
+The call is a collective, in shared memory or over TCP, or an exchange of messages over TCP. The
+function compares its arguments with those of an earlier call, runs the compiled loop of the call
+and returns the result. In Python, these steps would take longer than a small call itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _REPEAT = "r2ccl.shm.repeat_loop:make_repeat"
 Array: TypeAlias = npt.NDArray[Any]
 #: ``repeat(x, out, rest)`` runs a call again with an input, an output or None, and a tuple of all
 #: other arguments. It returns the result of the call, or NotImplemented if these arguments do not
-#: fit, in which case nothing was done.
+#: fit or the call cannot be repeated now; then nothing was done.
 Repeat: TypeAlias = Callable[[Any, Any, tuple[Any, ...]], Any]
 
 # Indices of the words that describe a call to be repeated.
@@ -85,7 +86,7 @@ def repeat_of(
     Returns
     -------
     Repeat
-        While this function runs, no other call of the group may run.
+        While this function runs, no other call that uses `state` may run.
 
     Raises
     ------

@@ -17,6 +17,7 @@ failure of a connection, it returns, and the data loop finishes the call. An exc
 - `replay` brings links, lanes and connections to the state that compiled code has reached, if the
   data loop has to finish the call.
 
-Compiled code takes only the steps that the data loop would take with the same events. It logs the
-events, so that `replay` can pass them to links and lanes and skip the work that is done.
+Compiled code takes only the steps that the data loop would take with the same events, except that
+it may post eager slices further ahead (`SLOTS` in `layout`). It logs the events, so that `replay`
+can pass them to links and lanes and skip the work that is done.
 """

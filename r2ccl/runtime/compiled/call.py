@@ -724,7 +724,7 @@ def announce_compilation() -> None:
 
 
 def preload() -> None:
-    """Load the compiled loop; compile it if this host does not have it yet.
+    """Load the compiled loops and the hand-over; compile those that this host does not have yet.
 
     Raises
     ------

@@ -158,7 +158,7 @@ class HeldPrograms:
         #: Memory of all programs, and the size of the part in use.
         self._arena = program.arena
         self._used_nbytes = program.nslots * program.arena_nbytes
-        #: Shared words of each program; empty until a second program takes over.
+        #: Shared words of each program; empty until there may be a second program, see `has`.
         self._members: dict[CompiledProgram, _Shared] = {}
         #: Table of the shared words; index of the first word of each link, by peer and channel, and
         #: of each path.

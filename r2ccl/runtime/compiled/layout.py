@@ -25,7 +25,8 @@ from __future__ import annotations
     KERNEL, ITEMSIZE,
     #: Addresses of the memory of each `r2ccl.schedule.ir.Space`.
     SPACES, _OUTPUT, _SCRATCH,
-    #: `Config.eager_slots`, `Config.confirm_after` and `Config.is_resilient`.
+    #: Maximum number of unconfirmed eager slices of a link, at least `Config.eager_slots`; then
+    #: `Config.confirm_after` and `Config.is_resilient`.
     SLOTS, CONFIRM_AFTER, IS_RESILIENT,
     #: Idle time during which a wait only yields the processor; idle time after which the call
     #: leaves compiled code; and time after which the loop returns to Python.
@@ -187,8 +188,9 @@ PAUSED = 1
 LEFT = 2
 #: A connection failed.
 FAILED = 3
-#: The call is complete, but it has left work to the data loop: frames to be sent, or confirmations
-#: for links that it does not use. A repeated call may also return `r2ccl.shm.layout.CHANGED`, 4.
+#: The call is complete, but it has left work to the data loop: frames or confirmations to be sent,
+#: or confirmations received for links that the call does not use. A repeated call may also return
+#: `r2ccl.shm.layout.CHANGED`, 4.
 UNSETTLED = 5
 
 # Words of a repeated exchange of messages, see `r2ccl.runtime.compiled.repeated_message`.

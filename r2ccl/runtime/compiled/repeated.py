@@ -70,7 +70,10 @@ def slot_row(state: Any, number: Any) -> Any:
 
 @inlined
 def is_slot_free(state: Any) -> Any:
-    """Return whether peers have confirmed the slices whose copies the next call overwrites."""
+    """Return whether the next call may overwrite the copies of slices in its slot.
+
+    With `Config.is_resilient`, peers must have confirmed these slices.
+    """
     if state[IS_RESILIENT]:
         row = slot_row(state, state[NREPEATS] + 1)
         for number in range(state[NPAIRS]):

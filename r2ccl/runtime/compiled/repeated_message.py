@@ -46,10 +46,10 @@ from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN_ON_LINKS
 
 @inlined
 def is_possible(words: Any) -> Any:
-    """Return whether the exchange can be repeated without a separate report to the sender.
+    """Return whether the receiver may buffer the message, and the sender needs no separate report.
 
-    The receiver must have room to buffer the message. A report is due after `MOST_UNREPORTED`
-    bytes; if sender and receiver are the same rank, the message to it carries the report.
+    A report is due after `MOST_UNREPORTED` bytes; if sender and receiver are the same rank, the
+    message to it carries the report.
     """
     nbytes = words[NBYTES_SENT] - words[NBYTES_TAKEN] + words[OUTGOING_NBYTES]
     if words[OUTGOING] and nbytes > MOST_UNTAKEN_ON_LINKS:

@@ -158,7 +158,8 @@ def run_locals(state: Any) -> Any:
 def retire(state: Any, pair: Any, below: Any) -> None:
     """Retire posted slices in order, and stop before a cleared one with ordinal `below` or more.
 
-    Then release slices (`release`). The transport no longer reads the memory of a retired slice.
+    Then release slices (`release`). Nothing reads the caller's memory of a retired slice any more;
+    the copy of an eager slice may still have to be written.
     """
     sends = words_at(pair[SENDS])
     while pair[RETIRED] < pair[POSTED]:

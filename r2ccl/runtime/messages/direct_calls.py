@@ -87,8 +87,8 @@ class _RepeatedExchange(NamedTuple):
 class DirectCalls:
     """Direct calls of one communicator over links.
 
-    Only the thread that owns the data loop may call `run`. The last call may be held and repeated,
-    like a collective (`r2ccl.runtime.compiled.call`).
+    Only the thread that owns the data loop may call `run`. Calls may be held and repeated, like
+    collectives (`r2ccl.runtime.compiled.call`).
 
     Parameters
     ----------
@@ -204,8 +204,8 @@ class DirectCalls:
     ) -> Outcome:
         """Repeat the last direct call with these peers and sizes, with new tags and arrays.
 
-        Return the outcome as `run` does, and NOT_RUN if that call is not held or cannot be repeated
-        now. Any thread may call this method.
+        Return the outcome as `run` does, and NOT_RUN if that call was not held after `run`, or
+        cannot be repeated now. Any thread may call this method.
         """
         call = self._prepared.get((*_size_of(sent), *_size_of(received)))
         if call is None or call.program is None:
@@ -250,7 +250,10 @@ class DirectCalls:
         received: DirectEnd | None,
         message: Message | None,
     ) -> None:
-        """Let one compiled function repeat the held call, if its arrays are contiguous in NumPy."""
+        """Let one compiled function repeat the held call.
+
+        Do nothing unless its arrays are C-contiguous arrays of NumPy.
+        """
         x = NOTHING if sent is None else sent.buffer.owner
         out = NOTHING if received is None else received.buffer.owner
         for array in (x, out):

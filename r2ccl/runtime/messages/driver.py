@@ -87,7 +87,7 @@ class LinkSend(SendRequest):
         """Do nothing: the slice is counted when it is released."""
 
     def advance(self) -> None:
-        """Post the envelopes and slices that wait, as far as their links have room."""
+        """Post what waits in the driver; see `MessageDriver.advance`."""
         self._driver.advance()
 
 
@@ -117,7 +117,7 @@ class LinkReceive(ReceiveRequest):
         """Do nothing: this request sends no slices."""
 
     def advance(self) -> None:
-        """Post the envelopes and slices that wait, as far as their links have room."""
+        """Post what waits in the driver; see `MessageDriver.advance`."""
         self._driver.advance()
 
 
@@ -207,7 +207,10 @@ class MessageDriver(MessageProtocol):
                 links.deliver(link)  # slices that arrived before this driver was made
 
     def close(self) -> None:
-        """Stop handling messages: envelopes and data that arrive later are not used."""
+        """Stop handling messages: envelopes that arrive later are not used.
+
+        No data may be moving, see `nmoving`.
+        """
         self.calls.consumers = {}
         self.calls.busy.clear()
         self.calls.on_unposted = None
@@ -240,7 +243,7 @@ class MessageDriver(MessageProtocol):
         untaken = self._sent.get(peer, 0) - self._taken.get(peer, 0)
         return untaken + nbytes <= MOST_UNTAKEN_ON_LINKS or not self.is_short(nbytes)
 
-    # Short messages in compiled code, see `r2ccl.runtime.messages.direct_calls`
+    # Messages in compiled code, see `r2ccl.runtime.messages.direct_calls`
 
     def is_short(self, nbytes: int) -> bool:
         """Return whether a message of `nbytes` is short; any thread may call this."""
@@ -272,7 +275,12 @@ class MessageDriver(MessageProtocol):
         return not self._envelopes.get(self._members[to]) and self.has_room(to, nbytes)
 
     def may_receive(self, source: int, tag: int) -> bool:
-        """Return whether a new receive would take the next message with `tag` from `source`."""
+        """Return True if a new receive with `tag` from `source` would take the next such message.
+
+        Return False if another receive waits, whatever its source and tag; if a message that the
+        new receive would take has arrived already; or if `source` has sent envelopes that have
+        arrived and are not handled yet.
+        """
         link, matching = self._links.receiver(self._members[source], self.channel), self.matching
         if link.arrivals:  # slices not delivered yet; only `Links.deliver` passes them on
             return False
@@ -288,7 +296,7 @@ class MessageDriver(MessageProtocol):
         _HEADER.pack_into(envelope, 0, kind, dtype, self._first_op, tag, ident, nbytes, took)
 
     def is_undivided(self, nbytes: int) -> bool:
-        """Return whether compiled code can move a long message of `nbytes`.
+        """Return whether compiled code can move a long message of `nbytes`; any thread may call it.
 
         The message must use one data channel whatever the health, and have few enough slices.
         """
@@ -334,7 +342,7 @@ class MessageDriver(MessageProtocol):
     def take_long(self, request: memoryview, source: int) -> Message:
         """Return the message announced by `request`, which compiled code has granted and received.
 
-        Count the message, and what `request` reports as taken.
+        Note the bytes that `request` reports as taken, and those that the grant has reported.
         """
         _, dtype, _, tag, _, nbytes, _ = _HEADER.unpack_from(request)
         self._report(self._members[source])
@@ -554,7 +562,7 @@ class MessageDriver(MessageProtocol):
         self.advance()
 
     def advance(self) -> None:
-        """Post the envelopes and slices that wait, as far as their links have room."""
+        """Post waiting envelopes while slots are free, and slices that have a landing place."""
         links = self._links
         for peer, envelopes in self._envelopes.items():
             link = links.sender(peer, self.channel)

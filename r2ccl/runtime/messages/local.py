@@ -46,7 +46,8 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.02
 #: Duration in seconds of a sleep that lets another thread take its turn.
 _GIVE_WAY_S = 50e-6
-#: Interval in seconds at which the control thread moves messages while this rank is in no call.
+#: Interval in seconds at which the control thread has messages moved while some are unfinished
+#: (`LocalDriver.has_work`).
 _REST_S = 0.002
 #: Maximum number of prepared direct calls.
 _NPREPARED = 64
@@ -106,8 +107,8 @@ class LocalMessages:
         self._lock = RLock()
         #: One entry per thread that waits for its turn.
         self._newcomers: deque[None] = deque()
-        #: True if no message was unfinished or unreceived after the last turn, and no other thread
-        #: has tried to move messages since.
+        #: True if no message was unfinished or unreceived after the last turn, and `poll` has not
+        #: been called during a direct call since.
         self._is_quiet = True
         self._has_ended = False
         #: True if the control thread is scheduled to move messages.
@@ -219,7 +220,10 @@ class LocalMessages:
         self._rest_later()
 
     def _step(self, is_done: Callable[[], bool]) -> bool:
-        """Return ``is_done()``; if False, move messages for some milliseconds and ask again."""
+        """Return ``is_done()``; if False, move messages once and ask again.
+
+        If nothing can move and no thread waits for its turn, first wait up to some milliseconds.
+        """
         try:
             self._acquire()
             if is_done():
@@ -244,7 +248,7 @@ class LocalMessages:
             self._release()
 
     def _rest_later(self) -> None:
-        """Schedule the control thread to move messages while this rank is in no call."""
+        """If messages are unfinished, let the control thread have them moved in `_REST_S`."""
         if self.driver.has_work and not self._is_resting and not self._has_ended:
             self._is_resting = True
             self._loop.call_later(_REST_S, self._rest)

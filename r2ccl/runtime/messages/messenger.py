@@ -68,9 +68,9 @@ class MessageRequest:
             If the wait takes longer than the timeout. If `timeout_s` was given, the request
             continues: call `wait` again. Otherwise, the communicator has ended.
         InvalidArgument
-            If the message has more elements than the array of its receive, or another dtype. The
-            send raises this error too, except for a message that a rank sends to itself, or a short
-            message that is sent already; such a message stays at the receiver for another receive.
+            If the message has more elements than the array of its receive, or another dtype. A
+            send to another rank that waits for its receive (see `Communicator.send`) raises this
+            error too. Any other message stays at the receiver for another receive.
         ConcurrentCalls
             If the caller is a signal handler that interrupted a call of its thread.
         R2cclError
@@ -162,7 +162,10 @@ class Way(Protocol):
 
     @property
     def is_below(self) -> bool:
-        """True in a signal handler that interrupted a method of this object in the same thread."""
+        """True in a signal handler that interrupted its thread while this object moved messages.
+
+        Always False over links, where the data loop detects such a handler.
+        """
         ...
 
     def connect_to(self, peer: int) -> None:
@@ -320,7 +323,10 @@ class Messenger(MessageCaller):
 
     @property
     def is_below(self) -> bool:
-        """True in a signal handler that interrupted a wait of its thread, and as `Way.is_below`."""
+        """True in a signal handler that interrupted its thread in a wait for a message.
+
+        Also True if `Way.is_below` is.
+        """
         return any(each.thread == get_ident() for each in self.waits) or self.way.is_below
 
     @property

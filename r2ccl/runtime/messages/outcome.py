@@ -26,9 +26,9 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class Delayed(NamedTuple):
-    """Requests that continue a direct call whose peer was late, or sent another frame first.
+    """Requests that continue a direct call that compiled code could not complete.
 
-    None stands for a direction that the call does not have.
+    None stands for a direction that the call does not have, or that is finished.
     """
 
     sent: SendRequest | None
