@@ -132,7 +132,7 @@ def premul_sum(factor: complex) -> ConvertedOp:
     modified, unless it is also the output.
     """
     is_number = any(hasattr(factor, name) for name in ("__index__", "__float__", "__complex__"))
-    if not is_number or getattr(factor, "ndim", 0):  # arrays have these methods, too
+    if not is_number or getattr(factor, "ndim", False):  # arrays have these methods, too
         raise InvalidArgument(f"premul_sum({factor!r}): pass a number")
     return ConvertedOp(ReduceOp.SUM, factor)
 

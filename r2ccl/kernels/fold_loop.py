@@ -32,7 +32,8 @@ def make_fold(dtype_code: int, op: int) -> Callable[..., int]:
         combine, divide = half.scalar_reducer(dtype.name, step), half.scalar_divider(dtype.name)
         element: Any = np.uint16
     else:
-        combine, divide = _COMBINE[step], _DIVIDE[dtype.kind]
+        combines = _COMBINE | _COMBINE_FLOATS if dtype.kind == "f" else _COMBINE
+        combine, divide = combines[step], _DIVIDE[dtype.kind]
         element = np.uint8 if dtype.kind == "b" else dtype.type
     itemsize = dtype.itemsize
 
@@ -104,6 +105,19 @@ def _maximum(x: Any, y: Any) -> Any:
 
 
 @inlined
+def _float_minimum(x: Any, y: Any) -> Any:
+    # Of two zeros, -0 if there is one. In this order, the compiler vectorises it.
+    found = x if (x < y) | (x != x) else y
+    return -((-x) - y) if (x == 0) & (y == 0) else found
+
+
+@inlined
+def _float_maximum(x: Any, y: Any) -> Any:
+    found = x if (x > y) | (x != x) else y
+    return x + y if (x == 0) & (y == 0) else found
+
+
+@inlined
 def _logical_and(x: Any, y: Any) -> Any:
     return (x != 0) & (y != 0)
 
@@ -144,6 +158,10 @@ _COMBINE: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.BAND: _and,
     ReduceOp.BOR: _or,
     ReduceOp.BXOR: _xor,
+}
+_COMBINE_FLOATS: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.MIN: _float_minimum,
+    ReduceOp.MAX: _float_maximum,
 }
 
 

@@ -295,16 +295,16 @@ def _one_shot(terms: Terms) -> Iterator[Candidate]:
 
 
 def _packed_trees(terms: Terms) -> Iterator[Candidate]:
-    # If home rails do not connect all nodes, trees are packed as if every two nodes had a common
-    # rail. Some of their edges then have none, so `Planner.compare` leaves these candidates out.
-    reach = terms.meets() if not terms.is_connected and terms.is_joined else None
+    if not terms.is_joined:
+        return
+    reach = None if terms.is_connected else terms.meets()
     for ntrees, bandwidths in _counts_of_trees(terms):
         trees = packed_trees.pack(bandwidths, ntrees, reach)
         schedule = tree.allreduce(trees, "packed_trees")
         flows = flows_of_trees(trees)
         yield Candidate("packed_trees", schedule, schedule.cost.steps // 2, flows=flows)
     most = _PACKED_BY_PORTS if terms.is_sparse else _ALWAYS_BY_PORTS
-    if len(terms.shares) <= most and terms.is_joined and not terms.is_whole:
+    if len(terms.shares) <= most and not terms.is_whole:
         yield _port_packed(terms)
 
 

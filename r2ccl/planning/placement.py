@@ -130,17 +130,28 @@ def place(nchannels: int, homes: Sequence[int], health: Health) -> Placement:
         If `homes` is empty or names a rail that `health` does not have.
     """
     _require(homes)
-    worst = [min(health.share(rank, rail) for rank in range(health.nranks)) for rail in homes]
+    columns = [[health.share(rank, rail) for rank in range(health.nranks)] for rail in homes]
+    worst = list(map(min, columns))
     order = sorted(range(len(homes)), key=lambda at: -worst[at])
-    # A channel that detours uses the other rails, so it counts as if its rail were the best one.
-    detour = worst[order[0]] or WHOLE
+    rates = rail_rates(columns)
     channels, weights = [], []
     for number in range(nchannels):
         turn, place = divmod(number, len(homes))
         at = order[place]
         channels.append(at + turn * len(homes))
-        weights.append(worst[at] or detour)
+        weights.append(rates[at])
     return Placement(tuple(channels), tuple(weights))
+
+
+def rail_rates(columns: Sequence[Sequence[int]]) -> list[int]:
+    """Return the relative rate of each rail; ``columns[i]`` has the shares of its ports.
+
+    The rate is the least share of the ports that are up, because the channels of a port that is
+    down detour to the other rails. A rail without a port that is up has the rate of the best rail.
+    """
+    least = [min((share for share in column if share), default=0) for column in columns]
+    best = max(least) or WHOLE
+    return [each or best for each in least]
 
 
 def place_edges(
@@ -560,5 +571,6 @@ __all__ = [
     "placed_at",
     "port_time",
     "ports_of",
+    "rail_rates",
     "ring_time",
 ]

@@ -268,7 +268,8 @@ class Planner:
     @property
     def _keeps_order(self) -> bool:
         """True if only rings and chains may run, in rank order where possible."""
-        return not self._config.is_planned or self._config.algo == "ring"
+        config = self._config
+        return not config.is_planned or (config.mode == "auto" and config.algo == "ring")
 
     def allreduce(self, nbytes: int, health: Health) -> Choice:
         """Return the choice for an allreduce of `nbytes`, for any dtype and commutative op."""

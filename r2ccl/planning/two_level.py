@@ -38,6 +38,7 @@ from r2ccl.dtypes import dtype_of
 from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planning.cost_model import Choice, Fabric
 from r2ccl.planning.kept import Kept
+from r2ccl.planning.placement import rail_rates
 from r2ccl.planning.plan_cache import GroupPlanCache, Plan, PlanCache
 from r2ccl.planning.planner import Planner
 from r2ccl.schedule.chunks import Parts, Range, cut
@@ -405,14 +406,8 @@ def divide_rails(fabric: Fabric, nlocal: int) -> list[tuple[int, ...]]:
 
 
 def rail_weights(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Return the relative bandwidth of each rail; `rows` has the shares of each node's ports.
-
-    The bandwidth of a rail is its least share among the nodes. A rail that is down on a node counts
-    as much as the best rail, even if it is slow on another node.
-    """
-    worst = [min(column) for column in zip(*rows, strict=True)]
-    best = max(worst) or WHOLE
-    return [each or best for each in worst]
+    """Return the relative bandwidth of each rail; `rows` has the shares of each node's ports."""
+    return rail_rates(tuple(zip(*rows, strict=True)))
 
 
 def slowdown_of(rows: Sequence[Sequence[int]], weights: Sequence[int]) -> Fraction | None:

@@ -247,7 +247,8 @@ def wrap_by_env(inner: Transport, rank: int) -> ReportingTransport:
     `r2ccl.init` calls this function if the variable ``R2CC_TRANSPORT_WRAPPER`` is
     ``r2ccl.testing.fault_plan:wrap_by_env``. ``R2CC_FAULT_PLAN`` is the file of the plan; without
     it there are no faults. The lab that listens on ``R2CC_FAULT_SOCKET`` applies the faults or, if
-    that variable is not set, the wrapper does. The rank is read from ``RANK``; `rank` is not used.
+    that variable is not set, the wrapper does. ``RANK``, if set, takes precedence over `rank`,
+    because plans number the ranks as they were started: `rank` differs after a shrink.
 
     Raises
     ------
@@ -256,8 +257,9 @@ def wrap_by_env(inner: Transport, rank: int) -> ReportingTransport:
     """
     from r2ccl.testing.reporting import ReportingTransport
 
+    env = {"RANK": str(rank), **os.environ}
     return ReportingTransport(
-        inner, lambda cut: reporter_from_env(os.environ, apply=cut, nrails=inner.nrails)
+        inner, lambda cut: reporter_from_env(env, apply=cut, nrails=inner.nrails)
     )
 
 

@@ -104,7 +104,7 @@ def wrap_and_record(inner: Transport, rank: int) -> ReportingTransport:
             cut(due)
             _record_of(os.environ["R2CC_FAULT_PLAN"], due.index).touch()
 
-        return reporter_from_env(os.environ, apply=cut_and_record)
+        return reporter_from_env(os.environ, apply=cut_and_record, nrails=inner.nrails)
 
     return ReportingTransport(inner, reporter)
 

@@ -40,6 +40,14 @@ def test_results_are_exact_wherever_a_call_leaves(program, limit, nranks, is_sma
         assert sum(nleft for _, _, nleft in found) > 0
 
 
+@pytest.mark.parametrize("nranks", slow_but([3], [2, 3, 4]))
+def test_results_have_the_bits_of_numpy(nranks: int) -> None:
+    late = functools.partial(programs.beside_a_late_rank, 2 * nranks)
+    found = launch(late, nranks, timeout_s=60.0)
+    assert all(each == found[0] for each in found)
+    assert len(set(found[0])) == 3  # the same in every call
+
+
 @pytest.mark.parametrize("nranks", [2, 3])
 @pytest.mark.parametrize("kind", programs.KINDS)
 def test_every_collective_is_repeated(kind: str, nranks: int) -> None:

@@ -27,6 +27,25 @@ def compiled_of(comm: Communicator) -> CompiledCalls:
     return found
 
 
+def beside_a_late_rank(ncalls: int) -> list[str]:
+    """Reduce with one rank late, which sends the others out of compiled code; return results.
+
+    The operations are those in which NumPy's results depend on the processor: zeros of both signs,
+    and complex products.
+    """
+    found = []
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        rng = np.random.default_rng(comm.rank)
+        factors = (rng.normal(size=500) + 1j * rng.normal(size=500)).astype(np.complex64)
+        zeros = np.where(rng.integers(0, 2, 500), 0.0, -0.0)
+        for number in range(ncalls):
+            for x, op in ((factors, r2ccl.PROD), (zeros, r2ccl.MIN), (zeros, r2ccl.MAX)):
+                if comm.rank == number % comm.nranks:
+                    time.sleep(0.015)
+                found.append(comm.allreduce(x, np.empty_like(x), op=op).tobytes().hex())
+    return found
+
+
 def mixture(limit: int, ncalls: int, settings: dict[str, Any]) -> tuple[int, int, int]:
     """Run collectives; return the number of wrong ones, and of calls that ended in and left it.
 

@@ -407,7 +407,11 @@ def loses_its_program() -> tuple[bool, bool]:
 
         loop.repeat = repeat_late
         exchange(0)
-        return bool(came), bool((forms[0][1] == peer).all())
+        is_exact = bool((forms[0][1] == peer).all())
+        if not came:  # the other rank, where they came, waits for these
+            exchange(1)
+            exchange(0)
+        return bool(came), is_exact
 
 
 def _ring(comm: Communicator, number: int, chance: random.Random) -> bool:

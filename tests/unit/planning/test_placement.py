@@ -38,6 +38,10 @@ def test_a_slow_port_slows_its_rail_by_its_share() -> None:
     assert load(12, [0, 1, 2, 3], health(r2n1=4, r2n3=2)) == {0: 48, 1: 48, 2: 6, 3: 48}
 
 
+def test_a_dead_port_does_not_hide_a_slow_one() -> None:
+    assert load(12, [0, 1, 2, 3], health(r0n0=0, r0n1=4)) == {0: 12, 1: 48, 2: 48, 3: 48}
+
+
 def test_a_dead_port_does_not_slow_its_rail_elsewhere() -> None:
     assert load(12, [0, 1, 2, 3], health(r2n1=0)) == dict.fromkeys(range(4), 48)
 
