@@ -95,10 +95,11 @@ class Communicator:
     Results of all collectives
     --------------------------
     `out` or, without it, its default; None for a `reduce`, `gather` or `gatherv` on ranks other
-    than `root`. If `x` is an array of JAX, the default is always a new array of JAX, on the device
-    of `x`. With ``async_op``, a `Work` whose `wait` returns the same. A call on device memory
-    returns before the result is ready, and work enqueued on `stream` afterwards sees the result;
-    with ``async_op``, only after `Work.order`.
+    than `root`. If `x` is an array of JAX in host memory, the default is always a new array of JAX,
+    on the device of `x`. In device memory, a new array can be made only if `x` is of torch, CuPy or
+    Numba; for other arrays, pass `out`. With ``async_op``, a `Work` whose `wait` returns the same.
+    A call on device memory returns before the result is ready, and work enqueued on `stream`
+    afterwards sees the result; with ``async_op``, only after `Work.order`.
 
     Errors of all collectives and messages
     --------------------------------------
@@ -206,7 +207,7 @@ class Communicator:
             first. Borrowed until the collective has finished.
         out : array_like, optional
             Receives the result: the same memory as `x` or disjoint from it. Default: `x` itself, or
-            a new array of JAX if `x` is one.
+            a new array of JAX if `x` is one in host memory.
         op : ReduceOp, ConvertedOp or UserOp
             An operation that the dtype supports; docs/reductions.md has the table. `premul_sum`,
             `accumulate_float32` and `user_op` make others.
@@ -239,8 +240,9 @@ class Communicator:
         CommunicatorRevoked
             If the communicator was revoked or closed before, or is revoked during the call.
         ConcurrentCalls
-            If this call is blocking, and another blocking call runs in another thread or was
-            interrupted by the signal handler that makes this call.
+            If this call is blocking, and another blocking collective runs in another thread. Also
+            if this blocking call is made by a signal handler that interrupted another blocking
+            call, or by a function of `user_op`.
 
         Notes
         -----
@@ -275,7 +277,8 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        each rank sends (n - 1)/n of `out`, in a ring.
+        each rank sends (n - 1)/n of `out`: in about log2(n) steps if `out` fits one eager slice or
+        that is predicted to be faster, otherwise in n - 1 steps of a ring.
         """
         make = arguments.allgather
         return self._collectives.start(stream, async_op, make, x, out, self.rank, self.nranks)
@@ -359,8 +362,9 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        each rank sends (n - 1)/n of `x`, in a ring. Over the network, it needs memory of the size
-        of `x` for partial sums, which is reused across calls.
+        each rank sends (n - 1)/n of `x`: in about log2(n) steps if `x` fits one eager slice or that
+        is predicted to be faster, otherwise in n - 1 steps of a ring. Over the network, it needs
+        memory of the size of `x` for partial sums, which is reused across calls.
         """
         make = arguments.reduce_scatter
         return self._collectives.start(stream, async_op, make, x, out, op, self.rank, self.nranks)
@@ -1300,8 +1304,9 @@ class Communicator:
 
     @property
     def ncalls(self) -> int:
-        """Number of the last collective started, including the measurements of `r2ccl.init`.
+        """Number of the last collective started, including those that r2ccl runs by itself.
 
+        r2ccl runs some in `r2ccl.init` and `split`, to measure the network and to share memory.
         The numbers begin at 1; in a communicator made from another one, they may begin higher.
         """
         return self._engine.op

@@ -54,6 +54,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: published R2CCL, are aliases of the first four.
     mode: str = "auto"
     #: Maximum slice size of an op whose slices are eager: sent as copies, without clear-to-send.
+    #: Also the maximum size of a short message, which does not wait for its receive.
     eager_nbytes: int = 64 << 10
     #: Maximum number of unconfirmed eager slices of a link; four times as many if a call of the
     #: compiled loop copies so little that they need at most 256 KiB.
@@ -79,7 +80,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: of all ranks count.
     failed_nics: str = ""
     #: Name of the interface that carries data between two ranks with no other common rail. auto:
-    #: the interface of the rendezvous, unless it is a rail; none: no such interface.
+    #: the interface of the rendezvous, unless it is a rail; none: no such interface. With RDMA
+    #: rails, the setting has no effect: all TCP rails carry such data.
     last_resort: str = "auto"
     #: Bypass of two ranks without a common rail. full: NICs of different rails reach each other;
     #: rail: they do not, a third rank forwards; auto: whichever connects first; none: no bypass.
@@ -114,8 +116,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: error if ranks of a host cannot share memory; 0: not used; auto: used if they can, unless
     #: `algo` selects a schedule, or faults are injected into the network (testing).
     shm: str = "auto"
-    #: Use of compiled code for calls if all rails are TCP rails. 1: used, or an error if it cannot
-    #: be loaded; 0: not used; auto: used if it can be loaded.
+    #: Use of compiled code for calls if all rails are TCP rails and no faults are injected
+    #: (testing). 1: used, or an error if it cannot be loaded; 0: not used; auto: used if it can be
+    #: loaded.
     compiled: str = "auto"
     #: A path without an event for this long, while its peer has to send or confirm, is probed.
     suspicion_timeout_s: float = 0.5
@@ -126,7 +129,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     failback_probes: int = 3
     #: Interval between probes of a failed path; doubled after each probe that is not answered.
     failback_interval_s: float = 0.1
-    #: Upper bound of the doubled `failback_interval_s`.
+    #: Upper bound of the doubled `failback_interval_s`; also the interval between further probes
+    #: once `failback_probes` have been answered.
     failback_cap_s: float = 1.0
     #: Maximum time that a repeatedly failing path must stay good before it is used again; 0: only
     #: the probes decide.

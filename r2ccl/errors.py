@@ -162,8 +162,8 @@ class PeerLost(R2cclError):
     host : str
         Host of `peer`; empty, or ``(none)`` as on a host without a name: not known.
     last_op : int or None
-        Number of the last collective for which data of `peer` arrived over the network; 0: none,
-        None: not known.
+        Number of the last collective of the job's first communicator of which a frame of `peer`
+        arrived over the network; 0: none, None: not known.
     is_met : bool
         False if `peer` was lost during `r2ccl.init`. There is no communicator then, so the message
         does not suggest `shrink`.
@@ -253,10 +253,10 @@ class CommunicatorRevoked(R2cclError):
 class ConcurrentCalls(R2cclError):
     """Blocking call made while another one is in progress.
 
-    The earlier call runs in another thread, or in this thread, if the later call is made by a
-    signal handler that interrupted the earlier one, or by a function of `user_op`. The later call
-    is rejected before it starts; the earlier one continues. While asynchronous calls are running,
-    blocking calls are queued instead.
+    The two calls are collectives of one communicator in different threads, or calls of one
+    `LaunchPool`; or the later call is made within the earlier one, by a signal handler or by a
+    function of `user_op`. The later call is rejected before it starts; the earlier one continues.
+    While asynchronous collectives are running, blocking collectives are queued instead.
     """
 
 

@@ -88,8 +88,8 @@ def init(
     comm : mpi4py communicator, optional
         MPI communicator that provides the ranks. Default: the torchrun-style environment
         (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...), as set by `r2ccl launch` and torchrun;
-        else ``MPI.COMM_WORLD``, if an MPI launcher started the process and mpi4py is installed;
-        else the variables of Slurm, Kubernetes or an MPI launcher.
+        else ``MPI.COMM_WORLD``, if an MPI launcher started the process, mpi4py is installed and
+        ``MASTER_ADDR`` is not set; else the variables of Slurm, Kubernetes or an MPI launcher.
     faults : r2ccl.testing.FaultPlan, optional
         Faults to inject (testing), or another object whose ``wrap`` wraps the transport. Default:
         the function that ``R2CC_TRANSPORT_WRAPPER`` names, if any.
@@ -198,9 +198,10 @@ def _exhaustion_explained(who: str) -> Iterator[None]:
 
 @contextmanager
 def _dump_signal_answered(config: Config) -> Iterator[None]:
-    """Handle ``R2CC_DUMP_SIGNAL`` until there is a status to dump, if the setting names a signal.
+    """Handle ``R2CC_DUMP_SIGNAL`` in a ``with`` block, if the setting names a signal.
 
-    Without a handler, the signal would end the process.
+    The block is the rendezvous, in which there is no status to dump yet. Without a handler, the
+    signal would end the process.
     """
     if not config.dump_signal:
         yield

@@ -209,8 +209,9 @@ def signed_word(word: int) -> int:
 
 
 class CallSignature(msgspec.Struct, frozen=True):
-    """Arguments of a call that must be equal on all ranks; sent with every slice, in 64 bits.
+    """Arguments of a call that must be equal on all ranks, in 64 bits on the wire.
 
+    Sent with every slice, except over RDMA, where a cleared slice has them in its clear-to-send.
     ``count`` is the number of elements of the whole buffer, all ranks' parts together; for a
     collective in `PAIRWISE` it is 0 or, in a slice, the number of elements that the sender of the
     slice sends to its receiver in the call. Collectives that do not reduce have ``op`` SUM, and

@@ -71,7 +71,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     source, output : Buffer or DeviceBuffer
         Views of the input and the output, both in host memory or both on one device. On ranks other
         than the root, ``output`` is None for a reduce or gather, and ``source`` is empty for a
-        scatter.
+        scatter. For a barrier, ``output`` is None and ``source`` is empty on all ranks.
     result : object
         Return value of the method of `Communicator`. If `source` is a `JaxBuffer` and the caller
         passed no output: a NumPy array, of which the return value is made.

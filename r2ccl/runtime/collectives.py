@@ -183,8 +183,9 @@ class Collectives:
             If the arguments are wrong; no collective was started. InvalidArgument also if another
             rank makes a different call; the communicator has ended.
         ConcurrentCalls
-            If this call is blocking, and another blocking call runs in another thread or was
-            interrupted by this signal handler.
+            If this call is blocking, and another blocking collective runs in another thread. Also
+            if the caller is a signal handler that interrupted a blocking call of its thread, or a
+            function of `user_op`.
         R2cclError
             If calls are refused, or the collective failed; the communicator has ended.
         """

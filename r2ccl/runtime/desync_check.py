@@ -5,9 +5,9 @@ only with some other ranks, and ranks that wait for each other in different coll
 none. The first rank whose call makes no progress therefore asks all ranks: it sends the number of
 its collective to its neighbors in the overlay network, which pass the number on. Each rank answers
 its neighbors with the number and the signature of the last collective that it has called, and
-answers again after each call until it has called the collective asked for. Answers are passed on to
-all ranks, several in one message. No messages are sent while calls make progress, unless half of a
-call's timeout has passed.
+answers again for each further one that uses the network, until it has called the collective asked
+for. Answers are passed on to all ranks, several in one message. No messages are sent while calls
+make progress, unless half of a call's timeout has passed.
 """
 
 from __future__ import annotations

@@ -519,8 +519,8 @@ class HostLanes(msgspec.Struct):
     source, output : ndarray
         Input and output, as for `HostCall`.
     scratch : ndarray of uint8 or None
-        Scratch memory for compiled code; None: new memory, if the plan uses any. Lanes always get
-        new memory.
+        Scratch memory for compiled code; None: new memory, if the plan uses any. The lanes that a
+        call of this object makes do not use it; they get new memory.
     """
 
     pool: LandingPool

@@ -335,7 +335,7 @@ class HostCollectives:
         self._run_quietly(op.converter(call.dtype), source.array, converted.array)
         result = output
         if op.is_wide and isinstance(output, Buffer):
-            # An exscan needs separate memory.
+            # An exscan needs separate memory; a scan is treated alike.
             is_same = output.count == source.count and call.collective not in PREFIXES
             result = converted if is_same else self._reused("result", output.count, code)
         self.run(

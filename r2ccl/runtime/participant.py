@@ -301,7 +301,8 @@ class Participant:
     def is_below(self) -> bool:
         """True if the caller is a signal handler that interrupted a blocking call of its thread.
 
-        True also in a function of `user_op` that a collective calls.
+        True also in a function of `user_op` that a collective calls. False if the interrupted call
+        is a collective that waits for the worker, which runs it.
         """
         return self.collectives.is_below or self.engine.messenger.is_below
 

@@ -225,7 +225,7 @@ def _form(array: Array, target: Array) -> bytes:
 
 
 def array_of(x: Any) -> Any:
-    """Return a view of `x` as an array of NumPy if `x` is a tensor of torch; otherwise `x` itself.
+    """Return a view of `x` as an array of NumPy if its type is ``torch.Tensor``; otherwise `x`.
 
     A tensor that NumPy cannot view, such as one on a GPU, is returned itself.
     """

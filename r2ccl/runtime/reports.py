@@ -1,7 +1,7 @@
 """Reports of a rank on its rails, its memory, its repairs and its calls.
 
-They are about the whole job, except for the collective and the health of one communicator. Any
-thread may make them, without waiting for a call; see `r2ccl.runtime.status`.
+They are about the whole job, except that the calls, their plans, and the agreed health are those of
+one communicator. Any thread may make them, without waiting for a call; see `r2ccl.runtime.status`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Status of a rank: its collective in progress, paths and links, and the peers it waits for.
 
-The status can be read in any thread and in a signal handler. It is read without a lock, so that it
-is available even while the data loop hangs. Each table is copied in one step, but counters that
-belong together may differ by one slice. Times are readings of CLOCK_MONOTONIC in seconds, as in
-`Repair`.
+The status can be read in any thread and in a signal handler. It is read without waiting for a lock,
+so that it is available even while the data loop hangs. Each table is copied in one step, but
+counters that belong together may differ by one slice. Times are readings of CLOCK_MONOTONIC in
+seconds, as in `Repair`.
 
-Invariant: reading the status changes nothing.
+Invariant: the functions of this module change nothing. (`Reports` first settles a held call.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Wait(msgspec.Struct, frozen=True):
         on the health``, ``data in shared memory`` or, if a slice is ready to be sent, ``landing
         place`` (cleared) or ``free slot`` (eager).
     channel, seq : int or None
-        Channel of the link, and number of the first slice that waits; None if no link is concerned.
+        Channel of the link, and number of the first slice that is awaited, not confirmed or not
+        sent; None if no link is concerned.
     rail : int or None
         Rail on which the object should arrive; None: any rail, or not known.
     why : str
@@ -70,7 +71,7 @@ class Pending(msgspec.Struct, frozen=True):
     doing : str
         The blocked call, with its number and arguments, if any; empty: no call is blocked.
     now_s, since_s : float
-        Time of this reading, and time at which the call began to wait.
+        Time of this reading, and time at which the present wait of the call began.
     absent : dict of int to int
         Ranks that have not made the blocked call, as far as this rank knows, with the number of the
         last collective that each was seen in (0: none).
@@ -123,7 +124,8 @@ class PathEntry(msgspec.Struct, frozen=True):
         connected yet``. Empty if the path is closed, or is up and has not failed since it was first
         connected or last closed.
     since_s : float
-        Time at which the path was last taken into or out of use.
+        Time at which the path was last taken into or out of use or, before its first use, at which
+        its connection was begun.
     nslices_sent, nslices_received, nbytes_sent, nbytes_received : int
         Counts of slices and of payload bytes, without headers. A slice that is sent again counts
         again.

@@ -138,9 +138,9 @@ class TwoLevelCalls:
         """Run a collective from `source` to `output`; return whether it ran.
 
         Return False, and do nothing, if `call` never runs in two levels or is empty, or if there is
-        no kernel for its dtype and op. If one level is faster (see `TwoLevelPlans.division`), or if
-        the call is a bandwidth sample, pass the plan for one level to `run_plan`. Any error of the
-        collective ends the communicator.
+        no kernel for its dtype and op. If the call is to run in one level, for example because that
+        is faster (see `TwoLevelPlans.division`), or if it is a bandwidth sample, pass the plan for
+        one level to `run_plan`, and return True. Any error of the collective ends the communicator.
 
         Parameters
         ----------
