@@ -34,8 +34,9 @@ class Repair(msgspec.Struct):
         yet, no slice was missing, or the slice arrived before this end resumed. Only the first
         missing slice of each channel counts.
     moved : dict of int to int
-        New rail of each channel that got a new route (`r2ccl.types.BYPASS` for a bypass); empty if
-        none did, or no path was left.
+        New rail of each channel that got a new route when this end resumed (`r2ccl.types.BYPASS`
+        for a bypass); empty if none did, or no path was left. A channel that got a route before,
+        because another path came up or a new channel was first used, is left out.
     nbytes_replayed : int
         Payload bytes that this rank sent again.
     restored_s : float
