@@ -2,9 +2,8 @@
 
 The executor posts slices and landing places here, the data loop passes on slices that arrive, and
 migration resumes links on other paths. `Links` also keeps the `Calls` of every communicator (every
-slice and every landing place is sent with the number and signature of its call), and passes the
-times of slices to the bandwidth measurement. Only the thread that owns the data loop may modify a
-`Links`.
+`Frame` carries the number and signature of its call), and passes the times of slices to the
+bandwidth measurement. Only the thread that owns the data loop may modify a `Links`.
 
 Invariant: a view given to the transport stays referenced by its link until the slice is released.
 """

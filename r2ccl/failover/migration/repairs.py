@@ -14,16 +14,16 @@ from r2ccl.types import PathKey, rail_name
 
 
 class Repair(msgspec.Struct):
-    """Record of one path failure, as seen by one end of the path.
+    """Record of one path that failed or was excluded, as seen by one end of the path.
 
     Attributes
     ----------
     peer, rail, epoch : int
-        Peer and rail of the path that failed, and the epoch that the failure ended.
+        Peer and rail of the path, and the epoch that the failure or the exclusion ended.
     cause : str
-        Evidence of the failure, in words.
+        Evidence of the failure, in words; contains ``EXCLUDED:`` if the path was excluded.
     failed_s : float
-        Time when this end learned of the failure.
+        Time when this end learned of the failure or the exclusion.
     fenced_s : float
         Time when this end was fenced. 0: not yet.
     resumed_s : float
