@@ -121,8 +121,8 @@ class Failover:
             on_up=self._report_up,
             is_excluded=self._is_excluded,
         )
-        #: Ports that are down, with paths that no call waits for and that are still to be failed:
-        #: rail to (evidence, time).
+        #: Own ports that went down and whose remaining paths, which no call waits for, are still to
+        #: be failed: rail to (evidence, time).
         self._ports_down: dict[int, tuple[str, float]] = {}
         self._watch = Watch(self._config.suspicion_timeout_s)
         self._join_by_s = 0.0
@@ -225,7 +225,7 @@ class Failover:
                 self._withdraw_reports(peer)
 
     def add_peer(self, peer: int, *, is_own: bool = True) -> None:
-        """Begin to connect data paths to `peer`, unless they are connected already.
+        """Begin to connect data paths to `peer`, unless they are connected or being connected.
 
         Parameters
         ----------

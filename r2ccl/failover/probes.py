@@ -40,7 +40,7 @@ class Probes:
         self._asking: dict[ProbeKey, list[Callable[[Probed], None]]] = {}
 
     def ask(self, key: ProbeKey, on_answer: Callable[[Probed], None]) -> None:
-        """Probe `key`; later, within the probe timeout, ``on_answer(probed)`` is called once.
+        """Probe `key`; later, once the outcome is known, ``on_answer(probed)`` is called once.
 
         If a probe of `key` is in flight, no second one is sent: its result counts for this call
         too.
@@ -59,9 +59,10 @@ class Probes:
     def on_probed(self, event: Probed, *, is_over: bool = False) -> None:
         """Pass the result of a probe to all callers that wait for it.
 
-        An unanswered RDMA probe has broken its connection, so a new connection is scheduled. If an
-        RDMA probe between the two ports of one rail could not be made, the pause before the next
-        attempt to connect it ends (`Connector.hurry`).
+        An unanswered RDMA probe has broken its connection, or had none because an earlier probe
+        broke it. A new connection is then scheduled, in place of an attempt under way. If an RDMA
+        probe between the two ports of one rail could not be made, the pause before the next attempt
+        to connect it ends (`Connector.hurry`).
 
         Parameters
         ----------

@@ -120,7 +120,7 @@ def layout(
     Parameters
     ----------
     count, itemsize : int
-        Number of elements of the buffer, and bytes of an element.
+        Number of elements of the buffer, not read if `parts` is given; and bytes of an element.
     nchunks, weights : sequence of int
         Number of chunks and share of each channel.
     nparts : int

@@ -32,8 +32,8 @@ DEFAULT_PANELS = 6
 _LISTED = 8
 
 # Pixels. Marks of one rank and step lie side by side, one pitch apart, and each further one widens
-# the step. The steps of a single panel are wide enough for its heading, up to a limit, because
-# nearly horizontal arrows would overlap the marks beside their target.
+# the step. The steps of a single panel are widened to fit its heading, but only up to a limit: in
+# wider steps, arrows would be nearly horizontal and overlap the marks beside their target.
 _MARGIN, _LABELS, _TAIL, _PITCH, _ROW, _LINE = 20, 52, 16, 16, 58, 21
 _STEP, _NUMBERED_STEP, _WIDEST_STEP, _LONE_PANEL, _WIDEST_ROW = 52, 76, 120, 520, 1000
 _LEAVING, _NUMBER_AT, _NUMBER_HEIGHT, _CHARACTER = 9, 27, 15, 7.5

@@ -19,15 +19,15 @@ have been delivered and, for a RECV, after the receiver has announced the landin
 Slices
 ------
 This graph is exact for chunks of one slice. With several slices per chunk, an edge between ops on
-the same chunk index holds slice by slice; an edge between different indices leads from the last
-slice of one op to the first slice of the other (a *whole* edge); and a slice lands only after the
-previous slice has left the link's room for unreduced data.
+the same chunk index holds slice by slice; an edge between different indices, or between two
+messages of one link, leads from the last slice of one op to the first slice of the other (a *whole*
+edge); and a slice lands only after the previous slice has left the link's room for unreduced data.
 
-Consider a cycle through several slices. An edge within a chunk index never leads to an earlier
-slice, so the cycle contains a whole edge. Conversely, a path within a chunk index can lead to any
-later slice. Therefore, with LAND and END of each receive merged into one node, a deadlock for some
-number of slices exists if and only if a strongly connected component contains a whole edge, or the
-graph for one slice has a cycle.
+Consider a cycle through several slices. An edge that is not whole never leads to an earlier slice,
+so the cycle contains a whole edge. Conversely, a path within a chunk index can lead to any later
+slice. Therefore, with LAND and END of each receive merged into one node, a deadlock for some number
+of slices exists if and only if a strongly connected component contains a whole edge, or the graph
+for one slice has a cycle.
 """
 
 from __future__ import annotations

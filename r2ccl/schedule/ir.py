@@ -7,9 +7,9 @@ Execution model
 ---------------
 A channel owns a share of the buffer, divided into chunks (`r2ccl.schedule.chunks`).
 Channels can differ in their number of chunks. Every op works on one chunk index; the same index has
-the same size at both ends of a message. An op begins as soon as the ops in its ``after`` are
-done. The position in the program orders only the ops of one directed link (source rank, destination
-rank, channel): the n-th send matches the n-th receive.
+the same size at both ends of a message. An op begins as soon as the ops in its ``after`` are done,
+or earlier with `Op.is_proof`. The position in the program orders only the ops of one directed link
+(source rank, destination rank, channel): the n-th send matches the n-th receive.
 
 A chunk is sent as slices. If an op waits for another op on the same chunk index, slice k waits for
 slice k only; if the chunk indices differ, every slice waits for the whole op.

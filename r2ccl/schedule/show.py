@@ -1,6 +1,6 @@
 """Text views of a schedule: a one-line summary, and a table of ops.
 
-A malformed schedule can be shown too: invalid values appear as they are.
+A schedule with malformed ops can be shown too: invalid values appear as they are.
 """
 
 from __future__ import annotations

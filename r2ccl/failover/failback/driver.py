@@ -89,7 +89,7 @@ class Failback:
             quarantine.returned(self._clock())
 
     def port_up(self, key: PathKey) -> None:
-        """Make a probe of path `key` due, because one of its ports was down and came up.
+        """Make a probe of path `key` due, because one of its ports came up or is included again.
 
         The good probes so far do not count any more. If a probe is in flight, the next one is due
         as usual after its result. Do nothing if the path is not in quarantine.

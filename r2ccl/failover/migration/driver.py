@@ -159,9 +159,9 @@ class Migration:
     def close_idle(self, peer: int) -> None:
         """Ask `peer` to close the paths between it and this rank, because they are idle.
 
-        The peer fences its ends, and this end follows. The steps are those after a failure, without
-        diagnosis and failback, so a slice that the peer has just sent is not lost: it is replayed
-        once the paths are connected again.
+        The peer fences its ends, and this end follows; a path that is down here is closed at once.
+        The steps are those after a failure, without diagnosis and failback, so a slice that the
+        peer has just sent is not lost: it is replayed once the paths are connected again.
         """
         _log.info("rank %d: the paths to rank %d are idle and are closed", self._rank, peer)
         self._note_closed(peer)

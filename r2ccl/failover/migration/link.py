@@ -124,7 +124,8 @@ class SendLink:
         self.channel = channel
         self.slots = slots
         self.is_confirmed = is_confirmed
-        #: Path that eager slices travel on; None while no path to the peer is up.
+        #: Path that eager slices travel on. None while no path to the peer is up, and usually from
+        #: the loss of the route until both ends of the lost path are fenced.
         self.route: PathKey | None = None
         self.posted = 0
         self.confirmed = 0
@@ -262,7 +263,7 @@ class SendLink:
         Raises
         ------
         InternalError
-            If the report names slices that were never posted.
+            If the report counts more slices as received than were posted.
         """
         if report.received > self.posted:
             raise InternalError(
@@ -281,7 +282,7 @@ class SendLink:
         return released + self._release()
 
     def waiting(self) -> list[Slice]:
-        """Assign the link's route to the eager slices that have no path, and return these slices.
+        """Assign the link's route to the eager slices that are WAITING, and return these slices.
 
         The caller writes them now. The route must not be None.
         """
@@ -358,7 +359,7 @@ class RecvLink:
     def __init__(self, peer: int, channel: int) -> None:
         self.peer = peer
         self.channel = channel
-        #: Path on which landing places are announced; None while no path to the peer is up.
+        #: Path on which landing places are announced; None at the same times as `SendLink.route`.
         self.route: PathKey | None = None
         #: Number of receives posted, and the counts of slices that the module describes.
         self.posted = 0

@@ -2,8 +2,8 @@
 
 The executor posts slices and landing places here, the data loop passes on slices that arrive, and
 migration resumes links on other paths. `Links` also keeps the `Calls` of every communicator (every
-frame carries the number and signature of its call), and passes the times of slices to the bandwidth
-measurement. Only the thread that owns the data loop may modify a `Links`.
+`Frame` carries the number and signature of its call), and passes the times of slices to the
+bandwidth measurement. Only the thread that owns the data loop may modify a `Links`.
 
 Invariant: a view given to the transport stays referenced by its link until the slice is released.
 """
@@ -30,7 +30,7 @@ from r2ccl.types import BYPASS, PathKey
 
 
 class Consumer(Protocol):
-    """User of `Links`: one channel of a running call, or the messages of a communicator."""
+    """User of `Links`: one channel of a running call, one message, or the envelopes of messages."""
 
     #: True if the slices serve to measure the bandwidth of the rails.
     is_bandwidth_sample: bool
@@ -198,7 +198,7 @@ class Links:
         calls.signatures.pop(op - HISTORY, None)
 
     def forget(self) -> None:
-        """Drop all links and their slices; all paths must be fenced."""
+        """Drop all links and their slices; all paths must be fenced, or the transport closed."""
         for calls in self.calls.values():
             calls.finish()
         self.touched.clear()

@@ -126,7 +126,8 @@ class Path:
         #: Time when the path last came into or went out of use or, before its first use, when its
         #: connection was begun, in seconds of its owner's clock.
         self.since_s = 0.0
-        #: Slices and payload bytes sent and received on the path, with replays and duplicates.
+        #: Slices and payload bytes sent and received on the path, with replays and duplicates. The
+        #: bytes of a cleared slice that arrives again after its delivery are not counted.
         self.nslices_sent = 0
         self.nslices_received = 0
         self.nbytes_sent = 0

@@ -14,16 +14,16 @@ from r2ccl.types import PathKey, rail_name
 
 
 class Repair(msgspec.Struct):
-    """Record of one path failure, as seen by one end of the path.
+    """Record of one path that failed or was excluded, as seen by one end of the path.
 
     Attributes
     ----------
     peer, rail, epoch : int
-        Peer and rail of the path that failed, and the epoch that the failure ended.
+        Peer and rail of the path, and the epoch that the failure or the exclusion ended.
     cause : str
-        Evidence of the failure, in words.
+        Evidence of the failure, in words; contains ``EXCLUDED:`` if the path was excluded.
     failed_s : float
-        Time when this end learned of the failure.
+        Time when this end learned of the failure or the exclusion.
     fenced_s : float
         Time when this end was fenced. 0: not yet.
     resumed_s : float
@@ -34,8 +34,9 @@ class Repair(msgspec.Struct):
         yet, no slice was missing, or the slice arrived before this end resumed. Only the first
         missing slice of each channel counts.
     moved : dict of int to int
-        New rail of each channel that got a new route (`r2ccl.types.BYPASS` for a bypass); empty if
-        none did, or no path was left.
+        New rail of each channel that got a new route when this end resumed (`r2ccl.types.BYPASS`
+        for a bypass); empty if none did, or no path was left. A channel that got a route before,
+        because another path came up or a new channel was first used, is left out.
     nbytes_replayed : int
         Payload bytes that this rank sent again.
     restored_s : float

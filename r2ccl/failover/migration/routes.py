@@ -68,7 +68,10 @@ class Routes:
         self.reroute(peer)
 
     def begin(self, peer: int, channel: int) -> None:
-        """Assign a route to the two new links of (peer, channel), if a path to `peer` is up."""
+        """Assign a route to the two new links of (peer, channel), if a path to `peer` is up.
+
+        As `reroute` does, also assign routes to the other channels to `peer` that have none.
+        """
         self._set(peer, channel, self._home(peer, channel))
         self.reroute(peer)
 
