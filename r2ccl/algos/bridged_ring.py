@@ -11,8 +11,8 @@ without a common rail, the numbers of nodes with which they share a rail add up 
 number of all nodes.
 
 Steps, bytes and time are those of a ring, which is as slow as its slowest node. Use a bridged ring
-if all nodes have about the same bandwidth but some pairs share no rail. The order can also be used
-for `nested_rings` and for the core of a `leaf_ring`.
+if all nodes have about the same bandwidth but some pairs share no rail. `bridge` can also order the
+core of a `leaf_ring`.
 
 References
 ----------

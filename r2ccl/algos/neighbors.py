@@ -2,10 +2,12 @@
 
 Rings and chains in rank order connect consecutive ranks. Recursive doubling, dissemination and
 binary trees connect ranks at distances of powers of two; recursive doubling uses further distances
-if the number of ranks is no power of two. If nodes have several ranks, the same holds among nodes.
-A rank thus has about 2 log2(n) neighbors, and up to twice as many with several ranks per node.
-Other schedules, such as direct exchanges, packed trees and all that are made for a degraded
-network, connect further pairs, which are not included.
+if the number of ranks is no power of two. If nodes have several ranks, such schedules also run
+among nodes, so ranks whose nodes are a power of two apart, with the same place in their nodes, are
+included too. A rank thus has about 2 log2(n) neighbors, and up to twice as many with several ranks
+per node. Further pairs are not included: those of other schedules, such as direct exchanges, packed
+trees and all that are made for a degraded network; the further distances of recursive doubling
+among nodes; and, within a node, pairs at other distances that hierarchical schedules connect.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from r2ccl.errors import InvalidArgument
 
 
 def neighbors(rank: int, nranks: int, nodes: Sequence[int] = ()) -> frozenset[int]:
-    """Return the ranks that `rank` exchanges data with in the schedules that the module names.
+    """Return the neighbors of `rank`: the ranks at the distances that the module includes.
 
     If a is a neighbor of b, b is a neighbor of a.
 

@@ -359,8 +359,8 @@ class BackendSelector:
     ) -> PxnRoutes | None:
         """Return this rank's PXN routes; None if it has none or cannot use them.
 
-        A rank needs a `PxnTransport` and a health agreement to use its routes. They are opened when
-        a rail in `homes` has lost bandwidth at a rank in `group`.
+        A rank needs a `PxnTransport` and a health agreement to use its routes. The routes are
+        opened when a rail in `homes` has lost bandwidth at a rank in `group`.
         """
         rails, known_health = self._engine.homes, self._engine.known_health
         if affinity is None or not affinity.pxn_routes or self._pxn is None:

@@ -26,8 +26,9 @@ Only the owner's stream waits for the words ``ready`` and ``done`` of a section.
 owner's CPU overwrites them, so that this stream continues; no other rank is affected.
 
 A message is stored before its number, so a rank that has read the number reads the complete
-message. A rank copies a message before it stores ``taken``. It stores ``kept`` before its stream
-writes a higher number to ``done``. Fences keep these orders on processors that would change them.
+message. A rank copies a message before it stores ``taken``. A rank that has failed stores ``kept``
+before its stream writes to ``done`` a number above that of any round, by which the other ranks see
+that it has failed. Fences keep these orders on processors that would change them.
 
 The memory is a file that only the user who runs the ranks can access. Its name is removed after all
 ranks of the node have opened it. Invariant: a message is overwritten only after every rank has read

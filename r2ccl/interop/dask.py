@@ -82,8 +82,8 @@ def run(
     InvalidArgument
         If a worker does not exist, or is named twice, or there is none.
     TransportTimeout
-        If a rank does not start within ``R2CC_INIT_TIMEOUT_S``, usually because its worker has no
-        free thread.
+        If a rank does not start within ``R2CC_INIT_TIMEOUT_S`` after another one, usually because
+        its worker has no free thread.
     R2cclError
         If a worker leaves the cluster before its rank has ended.
     Exception

@@ -1,7 +1,7 @@
 """State of a running simulation: records in flat arrays, for the compiled loops.
 
-The loops never resize an array. Arrays have room for the worst case, except ``landings``: when it
-is full, the loop returns and the caller enlarges it.
+The loops never resize an array. Arrays have room for the worst case, except ``landings``: before it
+can overflow, the loop returns and the caller enlarges it.
 
 Terms:
 

@@ -276,8 +276,8 @@ def _require_host(owner: Any) -> None:
 def datatype_of(owner: Any, given: Any) -> Any:
     """Return the datatype `given` or, if it is None, that of the elements of `owner`.
 
-    `given` may also be a character code. Raises BufferError if the elements of `owner` do not have
-    the byte order of this machine, and KeyError if MPI has no such datatype.
+    `given` may also be a character code. Raises BufferError if the elements of `owner` have no
+    format, or not the byte order of this machine, and KeyError if MPI has no such datatype.
     """
     if isinstance(given, MPI.Datatype):
         return given

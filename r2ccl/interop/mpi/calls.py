@@ -26,8 +26,8 @@ class CallOutcome(NamedTuple):
     obj : object
         Python object received, which lower-case methods such as ``recv`` return; otherwise None.
     error : int
-        Error class of MPI; ``MPI.SUCCESS`` unless the call failed, or has not finished because
-        another request of its list failed (``MPI.ERR_PENDING``).
+        Error class of MPI: that of the error if the call failed; ``MPI.ERR_PENDING`` if the call
+        was not completed because an earlier request of a list had failed; else ``MPI.SUCCESS``.
     """
 
     source: int = MPI.ANY_SOURCE

@@ -85,7 +85,8 @@ class Connections:
     def flush(self) -> None:
         """Wait until all messages that are buffered now are sent; any thread may call this method.
 
-        Raise the error of a message that fails, once.
+        If one of them fails, raise its error, without waiting for the rest. Later calls do not
+        raise this error again.
         """
         with self._lock:  # not during the waits, because `keep` must not block
             kept = list(self._kept)

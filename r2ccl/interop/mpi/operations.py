@@ -84,7 +84,8 @@ class MpiOp(MPI.Op):
     Attributes
     ----------
     converted : UserOp or None
-        The operation for r2ccl; None if the operation is predefined, such as ``Op(MPI.SUM)``.
+        The operation for r2ccl; None if `Create` of this class did not make the operation, for
+        example for ``Op(MPI.SUM)``.
     """
 
     converted: UserOp | None = None

@@ -145,7 +145,10 @@ class MpiRequest:
         return True, outcome.obj
 
     def Get_status(self, status: Any = None) -> bool:
-        """Return whether the call has finished, without completing the request."""
+        """Return whether the call has finished, without completing the request.
+
+        If the call failed, raise `MpiError`.
+        """
         if self._work is None:
             EMPTY.write(status)
             return True
@@ -172,13 +175,15 @@ class MpiRequest:
             self._call.cancel(self._work)
 
     def Free(self) -> None:
-        """Free a persistent request that is inactive, or the request of a send, which continues.
+        """Free an inactive persistent request, a request of a send, or one of a cancelled receive.
+
+        An active send continues.
 
         Raises
         ------
         MpiError
-            ``ERR_REQUEST``, if the request is completed or freed, or it is active and its call is a
-            collective or a receive.
+            ``ERR_REQUEST``, if the request was freed or, unless it is persistent, completed; or if
+            it is active and its call is a collective, or a receive that was not cancelled.
         """
         with self._handled():
             if not self:
