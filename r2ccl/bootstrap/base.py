@@ -16,8 +16,8 @@ from r2ccl.types import BypassWay
 class Post(Protocol):
     """Sender of control messages to other ranks.
 
-    Methods raise InvalidArgument if the type of the message is not registered, the message is too
-    long, or `peer` is this rank or no rank.
+    `peer` must be another rank, and the message must be of a registered type and not too long.
+    `ControlPlane` raises InvalidArgument otherwise; other implementations need not check.
 
     Attributes
     ----------
@@ -52,9 +52,10 @@ class Post(Protocol):
 class ControlPort(Post, Protocol):
     """Sender of control messages that also opens sessions and connects paths.
 
-    Each new connection of a path is passed to `ControlHandler.on_path`. Except `obstacles`, methods
-    raise InvalidArgument if `peer` is this rank or no rank, or if `rail` is no rail; only
-    `accept_path` and `cancel_path` also take rail `BYPASS`.
+    Each new connection of a path is passed to `ControlHandler.on_path`. `peer` must be another
+    rank. `rail` must be a rail; only `accept_path` and `cancel_path` also take rail `BYPASS`.
+    Otherwise `ControlPlane` raises InvalidArgument, except in `obstacles`; other implementations
+    need not check.
     """
 
     def open_session(self, peer: int) -> None:

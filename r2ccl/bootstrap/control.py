@@ -144,7 +144,7 @@ class ControlPlane:
         Set by the data loop while a call waits in it. The control thread reads it at every tick;
         setting it wakes no thread.
     is_on_one_host : bool
-        True if all ranks share one network stack (`PeerInfo.host`).
+        True if all ranks have equal `PeerInfo.host`, and thus share one network stack.
     is_loopback : bool
         True if all rails are loopback. Equal on all ranks.
     nwires : int

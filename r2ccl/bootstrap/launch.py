@@ -166,9 +166,9 @@ def launch(
     Raises
     ------
     Exception
-        If ranks raise: the first exception that arrives, with the remote traceback as its cause. A
-        `CommunicatorRevoked`, which another rank may have caused, gives way to any other exception
-        that arrives within 1 s.
+        If ranks raise, or cannot import the main script or `fn`: the first exception that arrives,
+        with the remote traceback as its cause. A `CommunicatorRevoked`, which another rank may have
+        caused, gives way to any other exception that arrives within 1 s.
     R2cclError
         If a rank exits without a result or an exception, calls ``sys.exit``, raises an exception
         that cannot be pickled, or the process that forks the ranks exits early.
@@ -176,9 +176,9 @@ def launch(
         If not all ranks return within `timeout_s`.
     InvalidArgument
         If `nranks` is no integer of at least 1, `timeout_s` is no number, or `env` has a name or a
-        value that no variable can have; if `fn` is not callable, or `fn` or a result cannot be
-        pickled and unpickled; or if the main script calls `launch` while another process imports
-        it.
+        value that no variable can have; if `fn` is not callable or cannot be pickled, or a result
+        cannot be pickled and unpickled; or if the main script calls `launch` while another process
+        imports it.
     OSError
         If this process cannot open sockets and pipes, or start another process.
     KeyboardInterrupt
@@ -356,7 +356,8 @@ class RankProcesses:
         """Receive and return the outcome of the function in `rank`.
 
         If the function raised, ``error`` has the remote traceback as its cause. If the rank exited
-        without an outcome, or its function called ``sys.exit``, ``error`` is an `R2cclError`.
+        without an outcome, or its function called ``sys.exit``, ``error`` is an `R2cclError`; if
+        the outcome cannot be unpickled, it is an `InvalidArgument`.
         """
         process = self.ranks[rank]
         try:

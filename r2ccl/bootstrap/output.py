@@ -58,7 +58,7 @@ class RankOutput:
     """Pipes from the standard output and error of each rank to ``sys.stdout`` and ``sys.stderr``.
 
     If there are several ranks, each line begins with the number of its rank, as in ``[2]``. Lines
-    of up to 1 MiB are written whole.
+    of up to 1 MiB are written whole, except a line that `flush` finds incomplete.
 
     Parameters
     ----------

@@ -88,7 +88,8 @@ class PeerOwner(Protocol):
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
         """Handle the loss of `peer`, which this rank found for the reason `why`.
 
-        `last_heard_s` is the time since the last frame from `peer`, in seconds.
+        `last_heard_s` is the time in seconds since the last frame from `peer` or, if there was
+        none, since the session was made.
         """
 
 

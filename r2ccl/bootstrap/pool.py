@@ -40,7 +40,8 @@ _INIT = "r2ccl.factory:init"
 #: Seconds that the other ranks have to return or raise after one rank raised or died, or after
 #: Ctrl-C. Ranks that wait in a collective for the one that raised would wait forever.
 _GRACE_S = 2.0
-#: Seconds that the ranks have to close the communicator and exit.
+#: Seconds that the ranks have to close the communicator, and then again to exit; also those of the
+#: check whether the communicator still works after a failed call.
 _CLOSE_GRACE_S = 5.0
 
 
@@ -150,10 +151,10 @@ class LaunchPool:
         Raises
         ------
         Exception
-            If ranks raise: the first exception that arrives, with the remote traceback as its
-            cause. The pool stays usable if all ranks return or raise within 2 s after it and the
-            communicator still works. Otherwise the pool has ended, and a note on the exception says
-            why.
+            If ranks raise, and none exits: the first exception that arrives, with the remote
+            traceback as its cause. The pool stays usable if all ranks return or raise within 2 s
+            after it and the communicator still works. Otherwise the pool has ended, and a note on
+            the exception says why.
         R2cclError
             If a rank calls ``sys.exit`` or raises an exception that cannot be pickled; if a rank
             exits during the call, which ends the pool; or if the pool has ended or belongs to
@@ -162,7 +163,7 @@ class LaunchPool:
             If not all ranks return within `timeout_s`; the pool has ended.
         InvalidArgument
             If `fn` is not callable, `fn` or an argument cannot be pickled, or `timeout_s` is no
-            number; nothing was called. Also if a result cannot be pickled.
+            number; nothing was called. Also if a result cannot be pickled and unpickled.
         ConcurrentCalls
             If another call is running.
         KeyboardInterrupt

@@ -272,7 +272,8 @@ def dumps_result(value: Any) -> bytes:
 def dumps_failure(exc: BaseException) -> bytes:
     """Return the pickled `RankOutcome` of a function that raised `exc`.
 
-    If `exc` cannot be pickled, the outcome has an `R2cclError` with its type and text instead.
+    If `exc` cannot be pickled and unpickled, the outcome has an `R2cclError` with its type and text
+    instead.
     """
     text = "".join(traceback.format_exception(exc))
     try:

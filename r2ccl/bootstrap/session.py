@@ -269,7 +269,7 @@ class Session:
         return max(0.0, now - self._heard_at - self._excused_s)
 
     def carrier_silence_s(self, carrier: int, now: float) -> float:
-        """Return the seconds since the last frame on `carrier`.
+        """Return the seconds since the last frame on `carrier`, or since `carrier_up` without one.
 
         Those excluded by `excuse` since the last frame of the session do not count.
         """

@@ -37,7 +37,7 @@ _STOP_S = 1.0
 
 #: Variables of R2CCL, the system of arXiv:2512.25059, that are also read.
 _PUBLISHED = ("R2CC_FAILED_HCA", "R2CC_FAILED_NODE")
-#: Variables that the library and its tests set for their own processes.
+#: Variables that launchers and labs set for the processes that they start, or that tests read.
 _OWN = (
     LISTEN_FD_VARIABLE, logs.TERMINAL_VARIABLE, "R2CC_FAULT_SOCKET", "R2CC_NETLAB_UNSHARED",
     "R2CC_CAMPAIGN_RUNS", "R2CC_FRESH", "R2CC_LOCAL_CALLS", "R2CC_MATRIX_EVERY",

@@ -79,7 +79,8 @@ class Succession:
             Value of `Succession.peer_info` that each member sent, by its old rank; equal on all
             members. This rank's own entry is not read.
         attempt : int
-            Number of failed attempts before this one; equal on all members.
+            Number of the attempt, from 0; equal on all members. A repeated attempt of the same
+            members must have a higher number.
 
         Raises
         ------

@@ -13,7 +13,8 @@ from r2ccl.bootstrap.readers import ReadLoop
 
 Address = tuple[str, int]
 
-#: A connection that is not authenticated within this time is closed.
+#: Default time limit of the acceptor for a handshake; it then closes the connection.
+#: `r2ccl.bootstrap.dialing.dial` waits at least as long for a busy acceptor.
 HANDSHAKE_TIMEOUT_S = 5.0
 #: Backlog of listening sockets: connections that the kernel completes before they are accepted.
 BACKLOG = 1024
@@ -205,7 +206,7 @@ class MessageReader:
         Called with the body of each message.
     on_end : callable
         Called with an OSError if the stream ends or fails, or a message is longer than 16 MiB; at
-        most once, as the last call.
+        most once, as the last call, and not after `stop`.
     readers : ReadLoop, optional
         Watches the socket; by default the running loop.
     """

@@ -167,8 +167,8 @@ class AgentLink(Generic[_T]):
         Raises
         ------
         LinkEnded
-            If the other end has closed the link, has sent nothing for `_SILENCE_S`, or has sent
-            invalid data.
+            If the other end has closed the link, has sent no complete message for `_SILENCE_S`, or
+            has sent invalid data.
         """
         while True:
             try:

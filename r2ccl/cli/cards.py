@@ -51,13 +51,13 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about CUDA and all GPUs of a machine.
 
     ``pci`` has the bus ids of NVIDIA's display controllers in sysfs. ``module`` describes the
-    driver's kernel module; empty if it is not loaded. ``has_peermem`` is True if nvidia_peermem is
-    loaded. ``bindings`` is the version of the package cuda-bindings; empty if it is not installed.
-    ``driver`` is the CUDA version of libcuda, such as 12040 for 12.4; 0 if there is no libcuda. If
-    CUDA could not be initialised, ``error`` is the message, and ``status`` the driver's name of the
-    error, or NO_CUDA if cuda.bindings, the driver or a GPU is missing; otherwise both are empty.
-    ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set. ``rails`` has the labels of the RDMA
-    ports that are rails.
+    driver's kernel module; empty if it is not loaded. ``has_peermem`` is True if nvidia_peermem, or
+    its predecessor nv_peer_mem, is loaded. ``bindings`` is the version of the package
+    cuda-bindings; empty if it is not installed. ``driver`` is the CUDA version of libcuda, such as
+    12040 for 12.4; 0 if there is no libcuda. If CUDA could not be initialised, ``error`` is the
+    message, and ``status`` the driver's name of the error, or NO_CUDA if cuda.bindings, the driver
+    or a GPU is missing; otherwise both are empty. ``visible`` is CUDA_VISIBLE_DEVICES, None if it
+    is not set. ``rails`` has the labels of the RDMA ports that are rails.
 
     ``gpus`` are the GPUs that CUDA lists. ``kernel_origin`` is the ``origin`` of the last kernel
     that was loaded (`r2ccl.kernels.cuda.Ptx`), empty if none was. ``topology`` has the facts that

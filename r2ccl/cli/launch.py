@@ -8,8 +8,9 @@ error line by line on its own standard output.
 The exit status is that of the first rank that failed; if a signal ended this rank, the status is
 128 + the signal number; if a host was lost with its ranks, it is 1. If the launcher gets SIGINT or
 SIGTERM before any failure, the status is 128 + the number of that signal. If the output cannot be
-written, the launcher ends the ranks; the status is then 141 if the reader of the output has closed
-it, else 1. Otherwise the status is 0.
+written, the launcher ends the ranks; unless a failure or a signal came first, the status is 141 if
+the reader of the output has closed it, and 1 for any other reason. If none of this happens, the
+status is 0.
 
 After a failure the other ranks have some time to exit by themselves and are then terminated; with
 ``--keep-going`` they run on and can continue without the failed rank (``comm.shrink()``). SIGINT
@@ -104,8 +105,8 @@ def _add_hosts(group: Any) -> None:
     )  # fmt: skip
     group.add_argument(
         "--port", type=int, metavar="N",
-        help="TCP port of rank 0's rendezvous; default: a free one, or, with --by-hand, "
-        f"{DEFAULT_PORT}",
+        help="TCP port of rank 0's rendezvous; default: a free one, or, with --by-hand or "
+        f"--node-rank, {DEFAULT_PORT}",
     )  # fmt: skip
     ways = group.add_mutually_exclusive_group()
     ways.add_argument(

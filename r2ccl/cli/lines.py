@@ -31,7 +31,7 @@ class LinePrinter:
     """Printer that writes the complete lines of several ranks to one stream.
 
     A carriage return ends a line, too, so that a progress bar appears at once. A line longer than
-    1 MiB is written in pieces; the output of another rank then begins on a line of its own.
+    1 MiB is written in pieces; output of another rank or stream then begins on a line of its own.
 
     Parameters
     ----------

@@ -29,8 +29,9 @@ def examine_machine(
     """Return findings about a machine's parts, its routes from GPUs to NICs, and its problems.
 
     The first finding counts the parts. One finding per GPU that reaches a NIC follows, with the
-    NICs in the order in which the GPU prefers them. Without GPUs, one finding per NIC port follows,
-    ordered by speed, then by distance. The last findings are the remarks in `machine`.
+    NICs in the order in which the GPU prefers them. Without GPUs, one finding per reachable NIC
+    port follows, ordered by speed, then by distance. The last findings are the remarks in
+    `machine`.
 
     Parameters
     ----------
