@@ -148,8 +148,8 @@ class Device(Protocol):
         Raises
         ------
         TransportError
-            If the memory has no handle: memory of the stream-ordered pool, managed memory, or
-            memory of another process.
+            If the memory has no handle: memory of the stream-ordered pool, managed memory, memory
+            mapped from pieces (``cuMemMap``), or memory of another process.
         """
         ...
 
@@ -187,8 +187,9 @@ class Device(Protocol):
     def make_stream(self, *, waits: bool = False) -> Stream:
         """Create a stream that does not synchronize with the default stream.
 
-        Set `waits` if the stream will wait for words that the host writes. When streams share
-        hardware queues, such a stream does not block the streams that were created without `waits`.
+        Set `waits` if the stream will wait for words (`wait_word`, `exchange_words`). When streams
+        share hardware queues, such a stream does not block the streams that were created without
+        `waits`.
         """
         ...
 

@@ -27,8 +27,8 @@ from r2ccl.errors import InternalError, TransportError, TransportTimeout
 #: Shortest and longest pause between two polls, in seconds, unless the timeout ends a pause sooner.
 #: Between these limits, a pause is as long as the wait has lasted so far.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
-#: Number of polls before the first pause. After each of them, the wait only yields the processor.
-#: Short copies are done by then.
+#: After each of the first `_NYIELDS` polls, a wait only yields the processor; after later polls, it
+#: pauses. Short copies are done by then.
 _NYIELDS = 8
 #: Driver function that sets the capture mode of a thread, and returns the previous mode.
 _EXCHANGE_MODE = "cuThreadExchangeStreamCaptureMode"

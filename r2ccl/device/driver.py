@@ -165,7 +165,7 @@ class CudaDevice:
         """Make the GPU's primary context current on this thread inside the ``with`` block.
 
         Driver calls inside the block do not ask which context is current, so no other library may
-        change it there.
+        change it there. The driver does not refuse them while another thread captures a CUDA graph.
         """
         return self._context.current()
 

@@ -64,12 +64,13 @@ def discover(
     exclude_addresses : collection of str
         Addresses of the management interface. Interfaces with one of these addresses are left out
         unless ``socket_ifname`` names them or no other interface qualifies. If ``last_resort`` is
-        ``auto``, such an interface that is left out carries the last-resort rail.
+        ``auto``, such an interface that is left out carries the last-resort rail, unless
+        ``socket_ifname`` excludes it.
     rdma_names : collection of str
-        Names of the interfaces of the RDMA NICs in use. If not empty, all socket rails serve as
-        last-resort rails beside RDMA. Unless ``socket_ifname`` names interfaces, these rails use
-        the interfaces of other NICs, including the management interface; if there are none, they
-        use the interfaces of the RDMA NICs.
+        Name of the interface of each RDMA NIC in use, empty if the NIC has none. If there are RDMA
+        NICs in use, all socket rails serve as last-resort rails beside RDMA. Unless
+        ``socket_ifname`` names interfaces, these rails use the interfaces of other NICs, including
+        the management interface; if there are none, they use the interfaces of the RDMA NICs.
     is_one_host : bool
         True if all ranks run on this host. Rails are then loopback addresses, unless
         ``socket_ifname`` names interfaces.

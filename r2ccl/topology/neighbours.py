@@ -75,7 +75,7 @@ class Neighbours:
         self._said: set[int | None] = set()
 
     def knows(self, source: str, destination: str) -> bool:
-        """Return whether the link-layer address of `destination` is known; if not, request it.
+        """Return whether the link-layer address of `destination` is known; if not, ask for it.
 
         Parameters
         ----------
@@ -89,10 +89,9 @@ class Neighbours:
             True if the link-layer address is known, or if none has to be resolved (`destination` is
             an address of this machine or an IPv6 link-local address). Also True if only connecting
             can resolve it, because the kernel does not support the query (before Linux 5.0) or a
-            firewall drops the datagram. False if the link-layer address is not known yet,
-            or if the lookup failed for a reason that may pass: no route exists, the interface is
-            down or was removed, the source address was removed, or no file descriptor or kernel
-            memory is free.
+            firewall drops the datagram. False if the link-layer address is not known yet, or if the
+            lookup failed for a reason that may pass: no route exists, the interface is down or was
+            removed, the source address was removed, or no file descriptor or kernel memory is free.
 
         Raises
         ------
@@ -189,7 +188,7 @@ _NO_WAY = frozenset(
 
 
 def _send_nothing(source: _Address, to: _Address, index: int) -> None:
-    """Send an empty datagram to `to` through interface `index`, regardless of the routing table."""
+    """Send an empty datagram to `to` through interface `index`, whatever the best route is."""
     if isinstance(source, ipaddress.IPv4Address):
         where = (socket.IPPROTO_IP, _IP_PKTINFO, _PKTINFO.pack(index, source.packed))
     else:

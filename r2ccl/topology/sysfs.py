@@ -188,8 +188,8 @@ class _Tree:
     def node(self, name: str, place: Path) -> int:
         """Return the NUMA node of the device with the directory `place`.
 
-        If the kernel does not know the node, return the first node and, if there are several, add a
-        remark that names the device `name`.
+        If the kernel does not know the node, or the node has no processors, return the first node
+        and, if there are several, add a remark that names the device `name`.
         """
         node = self._reader.integer(place / "numa_node", -1)
         if node in self._nodes:

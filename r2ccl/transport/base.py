@@ -401,8 +401,13 @@ class Transport(Protocol):
     def flush(self) -> None:
         """Send queued slices, announcements and confirmations, without waiting for room.
 
-        Data that the sockets and send queues do not accept now stays queued; later calls of `poll`
-        and `flush` send it.
+        Data that the sockets and send queues do not accept now stays queued. To send it, call
+        `poll` and then `flush` again.
+
+        Raises
+        ------
+        InternalError
+            If an invariant of the transport is violated.
         """
         ...
 
@@ -436,10 +441,10 @@ class Transport(Protocol):
         ...
 
     def has_unsent(self) -> bool:
-        """Return True if eager slices or confirmations wait for a later `poll`.
+        """Return True if eager slices or confirmations wait for room in a buffer, queue or ring.
 
-        They wait while a socket buffer, a send queue or a ring is full. Cleared slices need not
-        count: while they wait, their calls and requests are not over.
+        They are sent by later calls of `poll` and `flush`. Cleared slices need not count: while
+        they wait, their calls and requests are not over.
         """
         ...
 
@@ -468,7 +473,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close every path and free all resources.
+        """Close every path and free all resources. Idempotent.
 
         Raises
         ------

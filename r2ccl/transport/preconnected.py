@@ -1,6 +1,7 @@
 """Defaults for transports whose connections the control plane makes, such as TCP.
 
-Such a transport is given connected sockets (`Transport.open`) and needs no registered memory.
+`Transport.open` of such a transport is given connections that are ready, such as sockets. The
+transport needs no registered memory.
 """
 
 from __future__ import annotations

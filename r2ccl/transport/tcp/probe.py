@@ -75,7 +75,7 @@ class TcpProber:
         Time in which a probe must be answered, in seconds.
     clock : Clock
     rank : int
-        This rank, for the log.
+        This rank, for the log and for `Probed.detail`.
     """
 
     def __init__(

@@ -246,7 +246,7 @@ class TcpTransport(PreconnectedTransport):
 
         The borrower may change the fields of the connections. Until `take_back` was called for each
         connection, the only other methods of the transport that may be called are `wake`,
-        `memory_use` and `has_other_events`.
+        `memory_use`, `has_unsent`, `has_other_events`, and `lend` for further paths.
 
         Returns
         -------
@@ -286,10 +286,11 @@ class TcpTransport(PreconnectedTransport):
             self._mark(conn)
 
     def has_other_events(self, lent: Collection[Connection]) -> bool:
-        """Return True if `poll` must be called although the connections `lent` are lent.
+        """Return True if `poll` must be called for another reason than the connections `lent`.
 
-        This is so if another socket is ready, or a probe is in flight or not yet reported. A `wake`
-        before this call does not make a later `poll` return.
+        This is so if another socket is ready, or a probe is in flight or not yet reported. The
+        borrower must give back all connections before the `poll`. A `wake` before this call does
+        not make a later `poll` return.
         """
         fds = [conn.fd for conn in lent]
         ready = [fd for fd, _ in self._epoll.poll(0)]

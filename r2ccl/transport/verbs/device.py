@@ -2,9 +2,10 @@
 
 pyverbs holds the GIL in every call, so no call may wait for an event or for a peer: events are read
 only from descriptors that are readable, and on Ethernet, queue pairs are connected only to peers
-whose link-layer address the kernel already knows. Compiled code (`r2ccl.transport.verbs.fastpath`)
-takes the place of pyverbs in polling the completion queue and posting most requests, if the
-parameter `fastpath` allows it, Numba is installed, and libibverbs' structs are found and verified.
+whose link-layer address the kernel already knows. (If that cannot be found out, connecting may
+block; see `NeighbourTable.knows`.) Compiled code (`r2ccl.transport.verbs.fastpath`) takes the place
+of pyverbs in polling the completion queue and posting most requests, if the parameter `fastpath`
+allows it, Numba is installed, and libibverbs' structs are found and verified.
 
 Invariant: `RdmaDevice.close` closes the objects of the device in the order that verbs requires. All
 queue pairs and memory regions must be closed before that call.
@@ -65,7 +66,7 @@ with _quiet_root_logger():
 _ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
 #: Default number of peers per device, for benches, tests and the doctor.
 _NPEERS = 32
-#: Maximum number of completions taken from the queue by one call.
+#: Maximum number of completions that one call of `RdmaDevice.completions` returns.
 BATCH = 256
 #: Held while a NIC is opened: its descriptors are found as those that are new in the process.
 _opening = threading.Lock()
@@ -99,8 +100,9 @@ class NeighbourTable(Protocol):
     def knows(self, source: str, destination: str) -> bool:
         """Return True if the link-layer address of `destination` is known or not needed.
 
-        Also return True if only connecting a queue pair can resolve it. Otherwise request its
-        resolution and return False at once. Both arguments are GIDs as text.
+        Also return True if only connecting a queue pair can resolve it. Otherwise return False at
+        once, after a request to resolve the address if there is a route to it. Both arguments are
+        GIDs as text.
 
         Raises
         ------
@@ -250,7 +252,7 @@ class RdmaDevice:
         return Poster(self._nic, address, nothing, nreceives)
 
     def completions(self) -> list[Completion]:
-        """Take up to `BATCH` completions from the queue.
+        """Take completions from the queue; return at most `BATCH`.
 
         If the completions of several flushed requests of a queue pair have the same wr_id, the
         result contains only the first of them.
@@ -392,14 +394,14 @@ class RdmaDevice:
     def read_endpoint_info(
         self, info: bytes, decoder: msgspec.msgpack.Decoder[_AnyInfo]
     ) -> _AnyInfo:
-        """Decode a peer's endpoint info with `decoder`; raise if connecting would block.
+        """Decode a peer's endpoint info; raise if the peer's link-layer address is not known yet.
 
         Raises
         ------
         TransportError
-            Status ``ENDPOINT_INFO``: `info` cannot be decoded. Status ``NO_NEIGHBOUR``: the kernel
-            does not know the peer's link-layer address yet and now resolves it, so a later call
-            may succeed; or the kernel refuses the lookup.
+            Status ``ENDPOINT_INFO``: `info` cannot be decoded. Status ``NO_NEIGHBOUR``: the peer's
+            link-layer address is not known yet, or the kernel refuses the lookup; a later call may
+            succeed.
         """
         try:
             remote = decoder.decode(info)

@@ -54,7 +54,7 @@ class LandingPlace:
 
 
 class Outgoing:
-    """Cleared slice that waits for room in the send queue."""
+    """Cleared slice that waits for room in the send queue, and until no message waits."""
 
     __slots__ = ("frame", "token", "view")
 

@@ -232,7 +232,8 @@ class VerbsProber:
         self._open: dict[ProbeKey, ProbeEnd] = {}
         #: Probes in flight, with the clock's time when each times out.
         self._asked: dict[ProbeKey, float] = {}
-        #: Clock's time and error of the last unanswered probe, for each connection that broke.
+        #: For each connection that broke and is not restored: clock's time and error of the last
+        #: unanswered probe, or of a later test of a new connection that failed.
         self._lost: dict[ProbeKey, tuple[float, str]] = {}
         self._events: list[Event] = []
 

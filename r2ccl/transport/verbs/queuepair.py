@@ -417,7 +417,7 @@ class QueuePair:
         try:
             # Posted before the change to ERR: Soft-RoCE flushes its receive queue when the state
             # changes, not when a request is posted. Incoming writes cannot consume the marker:
-            # more receive requests precede it than writes can be in flight.
+            # at least as many receive requests precede it as writes can be in flight.
             self._qp.post_recv(self._marker)
             self._qp.modify(QPAttr(qp_state=e.IBV_QPS_ERR), e.IBV_QP_STATE)
             self._write.send_flags = e.IBV_SEND_SIGNALED

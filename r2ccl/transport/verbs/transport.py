@@ -129,8 +129,8 @@ class VerbsTransport:
         self._dirty: list[VerbsEndpoint] = []
         #: Ends with messages whose memory the events of the last poll borrow.
         self._lending: list[VerbsEndpoint] = []
-        #: Ends opened since the last poll with messages whose memory their held events borrow. The
-        #: next poll reports these events.
+        #: Ends opened since the last poll whose held events borrow memory of messages. The next
+        #: poll reports these events.
         self._opened: list[VerbsEndpoint] = []
         #: Ends with messages that wait for room in the send queue or in the peer's ring.
         self._waiting: set[VerbsEndpoint] = set()
