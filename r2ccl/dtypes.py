@@ -81,7 +81,7 @@ def pair_dtype(value: Any) -> np.dtype[Any]:
         If `value` is not one of these types.
     """
     try:
-        wanted = np.dtype(value)
+        wanted = np.dtype("V" if value is None else value)  # NumPy takes None for float64
     except (TypeError, ValueError, SyntaxError) as exc:  # NumPy parses texts such as "(2,)f4"
         raise InvalidArgument(f"pair_dtype({value!r}): {_PAIRED}") from exc
     for dtype in _PAIRS.values():

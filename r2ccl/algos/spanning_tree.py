@@ -7,10 +7,8 @@ module has allgather and reduce-scatter.
 In the allgather every rank forwards each chunk to all neighbours except the sender. In the
 reduce-scatter chunk r is reduced on its way to rank r.
 
-Steps: the diameter of the tree in the allgather. The reduce-scatter usually takes more, because
-a rank sends chunks in the order of their numbers, so that a chunk that is ready may wait behind one
-that is not. Bytes on the wire: an edge that separates k of the n ranks from the others carries k/n
-of the data in one direction and (n - k)/n in the other.
+Steps: the diameter of the tree. Bytes on the wire: an edge that separates k of the n ranks from the
+others carries k/n of the data in one direction and (n - k)/n in the other.
 
 Use these collectives only if no ring is possible in which all neighbours share a rail.
 """
@@ -182,7 +180,9 @@ def _reduce_scatter_ops(ways: _Ways, rank: int) -> tuple[Op, ...]:
     program = ProgramBuilder()
     if len(ways.neighbours) == 1:
         program.copy(0, Space.INPUT, is_final=True)
-    for chunk in range(len(ways.neighbours)):
+    # Chunks of near ranks first: they are complete first, and must not wait behind others.
+    distance = ways.distance[rank]
+    for chunk in sorted(range(len(ways.neighbours)), key=lambda chunk: (-distance[chunk], chunk)):
         target = ways.towards[rank][chunk]
         sources = [near for near in ways.neighbours[rank] if chunk == rank or near != target]
         for near in sources:

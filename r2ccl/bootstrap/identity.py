@@ -280,9 +280,10 @@ def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:
         if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             listener.close()
             raise OSError(errno.EINVAL, "not a listening socket")
-    except OSError as exc:
+    except (OSError, OverflowError) as exc:
+        why = getattr(exc, "strerror", None) or exc
         raise InvalidArgument(
-            f"{LISTEN_FD_VARIABLE}={fd} is not a usable listening socket ({exc.strerror}): "
+            f"{LISTEN_FD_VARIABLE}={fd} is not a usable listening socket ({why}): "
             "unset the variable, which only a launcher of r2ccl may set"
         ) from exc
     return listener

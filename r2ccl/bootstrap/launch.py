@@ -319,6 +319,8 @@ class RankProcesses:
                     opened.callback(self.ranks[-1].close)
                 self._server.send_bytes(b"opened")
             except (EOFError, OSError) as exc:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_TERMINATION_GRACE_S)  # it may be printing why
                 opened.close()
                 raise R2cclError(
                     f"{who}: the process that forks the ranks exited early "

@@ -55,7 +55,7 @@ def announce(
         VERSION,
         ", ".join(_rail(rail, nic) for rail, nic in enumerate(rails)),
         describe_transport(has_rdma=control.nhcas > 0, is_local=is_local, is_shared=is_shared),
-        config.algo if config.is_planned else "ring",
+        {"auto": config.algo, "r2cc": "ring, r2cc"}.get(config.mode, "ring"),
         config.mode,
     )
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from r2ccl.clock import monotonic
-from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportTimeout
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportError, TransportTimeout
 
 #: Result of a collective.
 _R = TypeVar("_R")
@@ -47,7 +47,8 @@ class Task:
 
         None: wait without a limit.
         """
-        return self._ended.wait(timeout_s)
+        limit_s = None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
+        return self._ended.wait(limit_s)
 
     def succeed(self) -> None:
         """Raise the error of the ended task, if any, and mark the error as seen."""
@@ -265,7 +266,7 @@ class Worker:
         ------
         CommunicatorRevoked
             If the worker is closed.
-        RuntimeError
+        TransportError
             If this process cannot start another thread; the task is not queued.
         """
         with self._changed:
@@ -275,9 +276,13 @@ class Worker:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError:
+                except RuntimeError as exc:
                     self._thread = None
-                    raise
+                    raise TransportError(
+                        f"{self._name}: no thread can be started for asynchronous calls ({exc}): "
+                        "end other threads, or raise the limit of processes (ulimit -u)",
+                        status="NO_THREAD",
+                    ) from exc
             self._tasks.append(task)
             self.is_idle = False
             self._changed.notify_all()

@@ -104,8 +104,9 @@ def write_line(text: str, path: str) -> None:
         if path:
             _append(text, path)
             return
-    except OSError as exc:
-        text = f"r2ccl: cannot write to {path} ({exc.strerror}); check R2CC_DUMP_FILE\n{text}"
+    except (OSError, ValueError) as exc:  # ValueError: a null character in the path
+        why = getattr(exc, "strerror", None) or exc
+        text = f"r2ccl: cannot write to {path!a} ({why}); check R2CC_DUMP_FILE\n{text}"
     with contextlib.suppress(OSError):  # stderr is closed, so the error cannot be reported
         _write_all(_STDERR, text)
 

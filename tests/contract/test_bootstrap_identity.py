@@ -283,11 +283,12 @@ def test_the_launchers_socket_serves_more_than_one_communicator() -> None:
             found.close()
 
 
-@pytest.mark.parametrize("kind", ["closed", "no socket", "not listening", "no number"])
+@pytest.mark.parametrize("kind", ["closed", "too large", "no socket", "not listening", "no number"])
 def test_a_wrong_descriptor_is_refused(kind: str) -> None:
     with socket.socket() as sock, open("/dev/null") as file:
         fd = {
             "closed": "999999",
+            "too large": "99999999999",
             "no socket": str(file.fileno()),
             "not listening": str(sock.fileno()),
             "no number": "x",

@@ -353,7 +353,7 @@ class RecvLink:
 
     __slots__ = (
         "acked", "arrivals", "channel", "consumed", "delivered", "duplicates", "landings",
-        "last_used", "peer", "posted", "received", "replay_from", "route",
+        "last_used", "peer", "posted", "received", "route",
     )  # fmt: skip
 
     def __init__(self, peer: int, channel: int) -> None:

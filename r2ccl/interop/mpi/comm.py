@@ -397,9 +397,9 @@ class Comm(MPI.Intracomm):
         """
         if self.mpi != MPI.COMM_WORLD and self.mpi != MPI.COMM_SELF:
             with handled(self.mpi):
+                self._connections.flush()  # if this raises, the communicator can be freed again
                 communicator, self._communicator = self.communicator, None
                 connections = self._connections
-                connections.flush()
                 if communicator is connections.communicator:
                     connections.free(self.unfinished)
                 else:

@@ -195,7 +195,7 @@ class TcpTransport(PreconnectedTransport):
             dirty, self._dirty = self._dirty, []
             for conn in dirty:
                 conn.is_dirty = False
-                if not conn.is_waiting and conn.path in self._by_path:
+                if not conn.is_waiting and self._by_path.get(conn.path) is conn:
                     self._write(conn)
 
     def poll(self, timeout_s: float) -> list[Event]:
@@ -222,7 +222,7 @@ class TcpTransport(PreconnectedTransport):
                 continue
             if mask & (_IN | _BROKEN):
                 self._read(conn)
-            if mask & _OUT and conn.path in self._by_path:
+            if mask & _OUT and self._by_path.get(conn.path) is conn:
                 self._write(conn)
         if self._prober.is_busy:
             self._events += self._prober.advance()

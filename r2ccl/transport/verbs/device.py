@@ -405,6 +405,7 @@ class RdmaDevice:
         """
         try:
             remote = decoder.decode(info)
+            ipaddress.IPv6Address(remote.gid)
         except (msgspec.DecodeError, ValueError) as exc:
             raise TransportError(
                 f"the peer's endpoint info cannot be decoded: {exc}", status="ENDPOINT_INFO"

@@ -616,7 +616,8 @@ class VerbsTransport:
             if event_name(number) == _LOST_COMPLETIONS:
                 self._lose_completions(nic, describe_event(number))
             elif event_name(number) == _DEVICE_FATAL:
-                self._events.append(RailChanged(self._first_rail + nic, False))
+                why = describe_event(number)
+                self._events.append(RailChanged(self._first_rail + nic, False, why))
             elif is_up is not None and not self._devices[nic].is_of_other_port(is_up):
                 self._events.append(RailChanged(self._first_rail + nic, is_up))
 

@@ -37,6 +37,21 @@ def test_every_tree_carries_every_collective(parents: list[int], nchannels: int)
         check(schedule)
         assert schedule.cost == measure(schedule)
         assert talk_over(schedule, parents)
+        assert schedule.cost.steps == diameter(parents)
+
+
+def diameter(parents: list[int]) -> int:
+    """Return the number of edges between the two ranks that are furthest apart."""
+    above = [{rank: 0} for rank in range(len(parents))]
+    for rank, parent in enumerate(parents):
+        while parent >= 0:
+            above[rank][parent] = len(above[rank])
+            parent = parents[parent]
+    return max(
+        min(one[rank] + other[rank] for rank in one.keys() & other.keys())
+        for one in above
+        for other in above
+    )
 
 
 @given(30, 60, st.integers(1, 10), st.integers(0, 999))

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from r2ccl.errors import CommunicatorRevoked, InvalidArgument, PeerLost, TransportTimeout
+from r2ccl.errors import (
+    CommunicatorRevoked,
+    InvalidArgument,
+    PeerLost,
+    TransportError,
+    TransportTimeout,
+)
 from r2ccl.runtime.async_work import Task, Work, Worker
 
 
@@ -62,7 +68,7 @@ def test_a_thread_that_cannot_start_queues_nothing() -> None:
     worker, task = make(), Task(int)
     with pytest.MonkeyPatch.context() as refused:
         refused.setattr(threading.Thread, "start", fail_to_start)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        with pytest.raises(TransportError, match="can't start new thread"):
             worker.enqueue(task)
     worker.settle(task)
     assert worker.is_idle

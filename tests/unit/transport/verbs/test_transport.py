@@ -213,7 +213,9 @@ def test_a_broken_nic_fails_its_rail_whatever_its_ports(
         if call == "query_port":  # the device is gone: its events are believed
             monkeypatch.setattr(device.context, "query_port", pair.fail)
         device.context.raise_event(DEVICE_FATAL if call == "is_active" else PORT_ERR)
-        assert pair.near.poll(0.0) == [RailChanged(0, is_up=False)]
+        [event] = pair.near.poll(0.0)
+        assert (event.rail, event.is_up) == (0, False)
+        assert bool(event.why) == (call == "is_active")
 
 
 def test_data_held_until_the_open_is_not_overwritten(pair: Pair) -> None:
