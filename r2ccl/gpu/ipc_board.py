@@ -26,9 +26,9 @@ Only the owner's stream waits for the words ``ready`` and ``done`` of a section.
 owner's CPU overwrites them, so that this stream continues; no other rank is affected.
 
 A message is stored before its number, so a rank that has read the number reads the complete
-message. A rank copies a message before it stores ``taken``. A rank that has failed stores ``kept``
-before its stream writes to ``done`` a number above that of any round, by which the other ranks see
-that it has failed. Fences keep these orders on processors that would change them.
+message. A rank copies a message before it stores ``taken``. A rank that fails stores ``kept``
+before a later round can end without its part. Fences keep these orders on processors that would
+change them.
 
 The memory is a file that only the user who runs the ranks can access. Its name is removed after all
 ranks of the node have opened it. Invariant: a message is overwritten only after every rank has read
@@ -58,7 +58,8 @@ _NAME_NBYTES = 16
 
 _LINE = 64
 _POSTED, _TAKEN, _READY, _DONE = 0, 1 * _LINE, 2 * _LINE, 3 * _LINE
-_KEPT = _TAKEN + 4
+#: Offset of ``kept``, a word of 64 bits: `_HAS_FAILED` and the number of the round; initially 0.
+_KEPT, _HAS_FAILED = _TAKEN + 8, 1 << 32
 _MAPPED = 4 * _LINE
 #: Largest number of ranks on a node; a kernel has at most 8 inputs and 8 outputs, one per rank.
 MOST_RANKS = 8
@@ -104,6 +105,7 @@ class IpcBoard:
         self.nlocal = nlocal
         self._fence = fence
         self._words = memory.view(np.uint32).reshape(nlocal, -1)
+        self._kept = memory.view(np.uint64).reshape(nlocal, -1)[:, _KEPT // 8]
 
     def may_post(self, number: int) -> bool:
         """Return whether message `number` can be posted now.
@@ -213,22 +215,23 @@ class IpcBoard:
         words = self._words[self.index, _DONE // 4 : _DONE // 4 + self.nlocal]
         return [at for at, word in enumerate(words.tolist()) if _is_reached(word, number)]
 
-    def keep(self) -> None:
-        """Tell the other ranks which rounds this rank has finished; call it once, before `release`.
+    def fail(self) -> None:
+        """Tell the other ranks that this rank fails, and which rounds it has finished.
 
-        Later rounds end without this rank's part.
+        Later rounds end without this rank's part. Call it once, before anything makes them end.
         """
-        page = self._words[self.index]
-        page[_KEPT // 4] = page[_DONE // 4 + self.index]
+        done = int(self._words[self.index, _DONE // 4 + self.index])
+        self._kept[self.index] = _HAS_FAILED | done
         self._fence()
 
-    def has_kept(self, peer: int, number: int) -> bool:
-        """Return whether `peer` had finished round `number` when it failed.
+    def failed_before(self, number: int) -> list[int]:
+        """Return the indices of the ranks that failed before they finished round `number`.
 
-        `peer` must have failed: `have_done` lists it for a number above that of every round.
+        Call it after the round has ended: the round then has the parts of all other ranks.
         """
         self._fence()
-        return _is_reached(int(self._words[peer, _KEPT // 4]), number)
+        words = enumerate(self._kept.tolist())
+        return [at for at, word in words if word and not _is_reached(word & _WORD, number)]
 
     def release(self, number: int) -> None:
         """End the waits of this rank's stream for all rounds up to `number`, after a failure.

@@ -398,17 +398,16 @@ class PeerBackend(SignalledStream):
 
         If this rank knows the error that ended the communicator, raise that error instead.
         """
-        for at in self._board.have_done(self._nrounds + _AHEAD // 2):
-            if not self._board.has_kept(at, number):
-                self._check()
-                return TransportError(
-                    f"rank {self._rank}: rank {self._members[at]} failed in a collective on GPU "
-                    "memory, so the result of this collective may be incomplete; the log of "
-                    "that rank has the cause",
-                    rank=self._rank,
-                    peer=self._members[at],
-                    status="PEER_FAILED",
-                )
+        for at in self._board.failed_before(number):
+            self._check()
+            return TransportError(
+                f"rank {self._rank}: rank {self._members[at]} failed in a collective on GPU "
+                "memory, so the result of this collective may be incomplete; the log of "
+                "that rank has the cause",
+                rank=self._rank,
+                peer=self._members[at],
+                status="PEER_FAILED",
+            )
         return None
 
     # Device
@@ -636,10 +635,10 @@ class PeerBackend(SignalledStream):
         stream of another rank may still overwrite them with lower numbers. Therefore each rank that
         runs this method enqueues a last write to the words that it writes in the sections of all
         ranks, of a number above that of any round: their streams then do not wait for this rank.
-        The other ranks see by this number that this rank has failed (`_error_of_others`).
+        The other ranks have been told before that this rank fails (`_error_of_others`).
         """
         if self._broken is None:
-            self._board.keep()
+            self._board.fail()
         self._broken = self._broken or error
         number = self._nrounds
         for job in self._jobs:

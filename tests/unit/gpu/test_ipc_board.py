@@ -96,9 +96,9 @@ def test_a_fence_follows_the_word_that_a_rank_has_failed() -> None:
     """The failed rank fences after the word; another rank fences before it reads the word."""
     recorder = Recorder()
     set_word(recorder.boards[1], recorder.boards[1].done_at(1, 1), 7)
-    before, seen, after = recorder.during(recorder.boards[1].keep)
+    before, seen, after = recorder.during(recorder.boards[1].fail)
     assert before != seen == after
-    recorder.during(lambda: recorder.boards[0].has_kept(1, 7))
+    recorder.during(lambda: recorder.boards[0].failed_before(7))
 
 
 def test_a_fence_follows_the_words_by_which_a_rank_may_go_on() -> None:

@@ -249,6 +249,45 @@ def test_no_rank_takes_the_numbers_of_a_failed_one_for_a_result() -> None:
     node.close()
 
 
+def test_a_failure_is_known_before_rounds_end_without_a_part() -> None:
+    """The stream of the failing rank goes on at once, and its thread is stopped meanwhile."""
+    node = Node(2)
+    lost = PeerLost(rank=1, peer=7, last_heard_s=0.0, why="for a test")
+    places = [put(node.devices[rank], node.streams[rank], np.arange(64)) for rank in range(2)]
+    calls = [DeviceCall(allreduce_of(64), place, place) for place in places]
+
+    def map_memory(rank: int) -> None:
+        for _ in range(3):
+            node.calls[rank].finish(node.begin(rank, calls[rank]))
+
+    together(2, map_memory)
+    word = node.devices[1].allocate_pinned(64)
+    node.devices[1].wait_word(node.streams[1], int(word.ctypes.data), 1)
+    jobs = [node.begin(rank, calls[rank]) for rank in range(2)]
+    board, has_ended = node.calls[1]._board, threading.Event()
+    release = board.release
+
+    def release_and_stop(number: int) -> None:
+        release(number)
+        word.view(np.uint32)[0] = 1
+        has_ended.wait(TIMEOUT_S)
+
+    board.release = release_and_stop  # type: ignore[method-assign]
+
+    def body(rank: int) -> None:
+        if rank:
+            node.errors[1] = lost
+        try:
+            with pytest.raises(PeerLost if rank else TransportError):
+                node.calls[rank].finish(jobs[rank])
+        finally:
+            if not rank:
+                has_ended.set()
+
+    together(2, body)
+    node.close()
+
+
 def test_a_rank_ahead_does_not_hang_when_one_behind_writes_late() -> None:
     """What was let go stays so: an older number that a slow stream writes takes nothing back."""
     node = Node(2)
