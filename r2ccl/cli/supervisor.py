@@ -148,14 +148,14 @@ class Supervisor:
         self._is_ending.set()
 
     async def ended(self, rank: int, status: int) -> None:
-        """Note the exit status of a rank."""
+        """Record the exit status of a rank."""
         self.statuses[rank] = status
         if status != 0:
             what = f"rank {rank}: {describe_exit(status)}"
             self._note_failure(what, status if status > 0 else 128 - status)
 
     def lost(self, ranks: Sequence[int], host: str, why: str) -> None:
-        """Note that `host` was lost, so that the exit statuses of `ranks` stay unknown."""
+        """Record that `host` was lost, so that the exit statuses of `ranks` stay unknown."""
         what = f"host {host} was lost with ranks {format_ranks(ranks)}: {why}"
         self._note_failure(what, _LOST_STATUS)
 

@@ -173,8 +173,8 @@ class TwoLevelPlans:
         user-defined, or its collective is in `PARTED` and the ranks are not numbered node by node.
         A call of at most ``R2CC_EAGER_NBYTES`` runs in one level unless two levels need fewer
         steps. In the modes r2cc and auto, a larger call runs in one level if that is predicted to
-        take less time by more than 2 %, or if some neighbours would have no common home rail both
-        at home and everywhere.
+        take less time by more than 2 %, or if some neighbours would have no common home rail,
+        whether the groups run at home or everywhere.
         """
         key = (health.version, call, sizes)
         try:  # another thread may drop the result between two look-ups
@@ -304,8 +304,8 @@ class TwoLevelPlans:
     ) -> tuple[bool, int] | None:
         """Return whether groups run at home (False: everywhere), and the predicted time in ns.
 
-        Return None if one level is faster by more than 2 % (`_AS_GOOD`), or if some neighbours
-        have no common home rail both at home and everywhere. Only the times between the nodes are
+        Return None if one level is faster by more than 2 % (`_AS_GOOD`), or if neither way works,
+        because some neighbours have no common home rail. Only the times between the nodes are
         compared; the times of the steps within a node are neglected.
         """
         one = self._plans.choice_of(call, health)

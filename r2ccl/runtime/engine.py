@@ -867,7 +867,7 @@ class Engine:
             self.revoke(f"a call failed: {error!r}")
 
     def note_end_known(self) -> None:
-        """Note that the user knows of the end of the job; see `DataLoop.is_end_known`."""
+        """Record that the user knows of the end of the job; see `DataLoop.is_end_known`."""
         self._loop.is_end_known = True
 
     def check_unknown(self) -> None:

@@ -151,8 +151,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     Parameters
     ----------
     name : str
-        Name of the algorithm, for messages and reports. The planner also predicts the time of a
-        call by this name.
+        Name of the algorithm, for messages and reports. By this name, the planner also selects the
+        formula for the predicted time of a call.
     collective : str
         Name of the collective: a key of `CONDITIONS` or `ROOTED` in `r2ccl.schedule.conditions`.
     nranks : int

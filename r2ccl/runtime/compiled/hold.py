@@ -86,7 +86,7 @@ class HeldCalls:
         self._turns: deque[tuple[int, CompiledProgram]] = deque(maxlen=HISTORY)
 
     def take_over(self, program: CompiledProgram) -> None:
-        """Note that `program` makes the calls after call `op`, until another one takes over."""
+        """Record that `program` makes the calls after call `op`, until another one takes over."""
         program.view[at.OP] = self.op
         turns, first_op = self._turns, self.op + program.view[at.OP_STEP]
         if turns and turns[-1][0] == first_op:  # the program that took over last made no call

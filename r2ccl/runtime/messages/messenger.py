@@ -157,7 +157,7 @@ class Way(Protocol):
 
     @property
     def driver(self) -> MessageProtocol:
-        """Exchange of the messages; only functions passed to `own` or `wait` may call it."""
+        """Exchange of the messages; call its methods only within `own` or `wait`."""
         ...
 
     @property
