@@ -18,7 +18,10 @@ from r2ccl.types import ReduceOp
 
 
 def fold_kernel(dtype_code: int, op: ReduceOp | int) -> int:
-    """Return the address of the kernel for a dtype and op; 0 for 8-bit floats and pairs.
+    """Return the address of the kernel for a dtype and op; 0 if there is none.
+
+    There is none for 8-bit floats and pairs, nor for products of complex numbers, in which NumPy
+    fuses multiplications and additions.
 
     The address stays valid until the process ends. The first process of a host that needs a kernel
     compiles it, in 0.2-0.5 s.
@@ -46,6 +49,8 @@ def fold_kernel(dtype_code: int, op: ReduceOp | int) -> int:
     op = check_op(dtype_code, op)
     dtype = dtype_of(dtype_code)
     if dtype.names is not None or (dtype.name in SMALL and dtype.name not in HALVES):
+        return 0
+    if dtype.kind == "c" and op is ReduceOp.PROD:
         return 0
     return address_of("r2ccl.kernels.fold_loop:make_fold", dtype_code, int(op))
 

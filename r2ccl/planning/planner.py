@@ -141,7 +141,8 @@ class Planner:
         if call.op == ORDERED_OP and call.collective not in PREFIXES:
             return self._ordered(call, nbytes, health)
         if call.collective == Collective.ALLREDUCE and not is_small:
-            is_ring = is_bandwidth_sample and self._config.algo == "auto"
+            is_fixed = self._config.mode == "auto" and self._config.algo != "auto"
+            is_ring = is_bandwidth_sample and not is_fixed
             found = self.compare(nbytes, health, ("ring",) if is_ring else None)
             gauges = [each for each in found if each.is_bandwidth_sample] if is_ring else []
             return _expanded(best(gauges or found), terms)

@@ -317,7 +317,7 @@ def reporter_from_env(
     plan.check_needs_no_lab()
     nranks = env.get("WORLD_SIZE", "")
     plan.check(
-        nodes=int(nranks) if nranks.isdecimal() else sys.maxsize,
+        nodes=int(nranks) if nranks.isascii() and nranks.isdecimal() else sys.maxsize,
         rails=sys.maxsize if nrails is None else nrails,
     )
     return FaultReporter(plan, rank, apply)

@@ -79,7 +79,7 @@ def test_ctrl_c_in_a_join_leaves_the_held_calls_whole() -> None:
 
 
 def test_receivers_of_scatters_in_turn_repeat_them() -> None:
-    found = launch(functools.partial(programs.scatters_in_turn, 50), 2, timeout_s=60.0)
+    found = launch(functools.partial(programs.scatters_in_turn, 500), 2, timeout_s=60.0)
     assert [nwrong for nwrong, _ in found] == [0, 0]
     assert all(nrepeated > 50 for _, nrepeated in found)
 

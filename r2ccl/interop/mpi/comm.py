@@ -397,9 +397,9 @@ class Comm(MPI.Intracomm):
         """
         if self.mpi != MPI.COMM_WORLD and self.mpi != MPI.COMM_SELF:
             with handled(self.mpi):
-                self._connections.flush()  # if this raises, the communicator can be freed again
-                communicator, self._communicator = self.communicator, None
-                connections = self._connections
+                communicator, connections = self.communicator, self._connections
+                connections.flush()  # if this raises, `Free` may be called again
+                self._communicator = None
                 if communicator is connections.communicator:
                     connections.free(self.unfinished)
                 else:

@@ -514,12 +514,13 @@ class Messenger(MessageCaller):
         if peer not in (ANY, self._job.rank):
             wait.peers = frozenset((peer,))
         pending = partial(self._pending, wait, peer, doing, what)
-        self._loop.callers.append(wait)
+        callers = self._loop.callers
         try:
+            callers.append(wait)
             self.way.wait(wait, is_done, Patience(timeout_s, "timeout_s", pending))
         finally:
-            if not wait.is_calling:
-                self._loop.callers.remove(wait)
+            if not wait.is_calling and wait in callers:  # Ctrl-C may come before it is added
+                callers.remove(wait)
 
     def _pending_direct(self, sent: DirectEnd | None, received: DirectEnd | None) -> Pending:
         """Describe a direct call over links."""
