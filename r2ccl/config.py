@@ -255,6 +255,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """True in modes r2cc and auto: large calls may run schedules besides rings and chains."""
         return self.mode in ("r2cc", "auto")
 
+    @property
+    def fixed_family(self) -> str:
+        """Family of schedules that ``algo`` fixes, which it does in mode auto only; or empty."""
+        return self.algo if self.mode == "auto" and self.algo != "auto" else ""
+
     def digest(self) -> str:
         """Return a fingerprint of the fields in `AGREED`, which rendezvous compares."""
         values = msgspec.json.encode([getattr(self, name) for name in AGREED])

@@ -208,12 +208,8 @@ class IpcBoard:
 
         Also return True if this rank called `release` with `number` or a higher number.
         """
-        return len(self.have_done(number)) == self.nlocal
-
-    def have_done(self, number: int) -> list[int]:
-        """Return the indices of the ranks whose ``done`` words have reached round `number`."""
         words = self._words[self.index, _DONE // 4 : _DONE // 4 + self.nlocal]
-        return [at for at, word in enumerate(words.tolist()) if _is_reached(word, number)]
+        return all(_is_reached(word, number) for word in words.tolist())
 
     def fail(self) -> None:
         """Tell the other ranks that this rank fails, and which rounds it has finished.

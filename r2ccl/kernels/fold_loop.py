@@ -95,18 +95,18 @@ def _multiply(x: Any, y: Any) -> Any:
 
 @inlined
 def _minimum(x: Any, y: Any) -> Any:
-    # If `x` is NaN, the result is `x`; if only `y` is NaN, the result is `y`.
-    return x if (x <= y) | (x != x) else y
+    return x if x <= y else y
 
 
 @inlined
 def _maximum(x: Any, y: Any) -> Any:
-    return x if (x >= y) | (x != x) else y
+    return x if x >= y else y
 
 
 @inlined
 def _float_minimum(x: Any, y: Any) -> Any:
-    # Of two zeros, -0 if there is one. In this order, the compiler vectorises it.
+    # If `x` is NaN, the result is `x`; if only `y` is NaN, the result is `y`. If both are zero, the
+    # last line gives -0 if one of them is -0.
     found = x if (x < y) | (x != x) else y
     return -((-x) - y) if (x == 0) & (y == 0) else found
 

@@ -37,6 +37,8 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     -----
     *Collective*: all ranks, because `time_ns` runs allreduces.
     """
+    if not of(_FIRST_NBYTES).has_way:
+        return UNMEASURED
     small = of(_SMALL_NBYTES).schedule.cost.steps
     alpha_ns = min(time_ns(_SMALL_NBYTES, 2) for _ in range(_NSMALL)) // small
     nbytes = _FIRST_NBYTES
@@ -46,8 +48,6 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     large = of(nbytes)
     # If latency dominates, the difference is mostly noise; use at least half of the measured time.
     wire_ns = max(took_ns - large.schedule.cost.steps * alpha_ns, took_ns // 2, 1)
-    if not large.has_way:
-        return UNMEASURED
     beta = large.load * nbytes * 10**9 / wire_ns
     return Rates(max(1, alpha_ns), max(1, int(beta)))
 

@@ -130,25 +130,26 @@ def place(nchannels: int, homes: Sequence[int], health: Health) -> Placement:
         If `homes` is empty or names a rail that `health` does not have.
     """
     _require(homes)
-    columns = [[health.share(rank, rail) for rank in range(health.nranks)] for rail in homes]
-    worst = list(map(min, columns))
+    rows = [[health.share(rank, rail) for rail in homes] for rank in range(health.nranks)]
+    worst = [min(column) for column in zip(*rows, strict=True)]
     order = sorted(range(len(homes)), key=lambda at: -worst[at])
-    rates = rail_rates(columns)
+    weight_of = rail_weights(rows)
     channels, weights = [], []
     for number in range(nchannels):
         turn, place = divmod(number, len(homes))
         at = order[place]
         channels.append(at + turn * len(homes))
-        weights.append(rates[at])
+        weights.append(weight_of[at])
     return Placement(tuple(channels), tuple(weights))
 
 
-def rail_rates(columns: Sequence[Sequence[int]]) -> list[int]:
-    """Return the relative rate of each rail; ``columns[i]`` has the shares of its ports.
+def rail_weights(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Return the relative bandwidth of each rail; ``rows[i][r]`` is the share of port i on rail r.
 
-    The rate is the least share of the ports that are up, because the channels of a port that is
-    down detour to the other rails. A rail without a port that is up has the rate of the best rail.
+    It is the least share of the ports that are up, because the channels of a port that is down
+    detour to the other rails. A rail without a port that is up counts as much as the best rail.
     """
+    columns = zip(*rows, strict=True)
     least = [min((share for share in column if share), default=0) for column in columns]
     best = max(least) or WHOLE
     return [each or best for each in least]
@@ -571,6 +572,6 @@ __all__ = [
     "placed_at",
     "port_time",
     "ports_of",
-    "rail_rates",
+    "rail_weights",
     "ring_time",
 ]

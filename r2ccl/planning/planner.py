@@ -141,8 +141,7 @@ class Planner:
         if call.op == ORDERED_OP and call.collective not in PREFIXES:
             return self._ordered(call, nbytes, health)
         if call.collective == Collective.ALLREDUCE and not is_small:
-            is_fixed = self._config.mode == "auto" and self._config.algo != "auto"
-            is_ring = is_bandwidth_sample and not is_fixed
+            is_ring = is_bandwidth_sample and not self._config.fixed_family
             found = self.compare(nbytes, health, ("ring",) if is_ring else None)
             gauges = [each for each in found if each.is_bandwidth_sample] if is_ring else []
             return _expanded(best(gauges or found), terms)
@@ -269,8 +268,7 @@ class Planner:
     @property
     def _keeps_order(self) -> bool:
         """True if only rings and chains may run, in rank order where possible."""
-        config = self._config
-        return not config.is_planned or (config.mode == "auto" and config.algo == "ring")
+        return not self._config.is_planned or self._config.fixed_family == "ring"
 
     def allreduce(self, nbytes: int, health: Health) -> Choice:
         """Return the choice for an allreduce of `nbytes`, for any dtype and commutative op."""
@@ -409,13 +407,12 @@ class Planner:
 
     def _names(self, terms: Terms) -> tuple[str, ...]:
         """Return the families that the settings allow and that can be best, preferred first."""
-        mode, algo = self._config.mode, self._config.algo
         if not self._config.is_planned:
             return ("ring",)
-        if mode == "r2cc":
+        if self._config.mode == "r2cc":
             return ("ring", "r2cc")
-        if algo != "auto":
-            return (algo,)
+        if self._config.fixed_family:
+            return (self._config.fixed_family,)
         if self.fabric.is_loopback or self.fabric.rates == UNMEASURED:
             return ("ring",)
         return _FOR_WHOLE if terms.is_whole else _FOR_DEGRADED

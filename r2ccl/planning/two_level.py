@@ -38,7 +38,7 @@ from r2ccl.dtypes import dtype_of
 from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planning.cost_model import Choice, Fabric
 from r2ccl.planning.kept import Kept
-from r2ccl.planning.placement import rail_rates
+from r2ccl.planning.placement import rail_weights
 from r2ccl.planning.plan_cache import GroupPlanCache, Plan, PlanCache
 from r2ccl.planning.planner import Planner
 from r2ccl.schedule.chunks import Parts, Range, cut
@@ -405,11 +405,6 @@ def divide_rails(fabric: Fabric, nlocal: int) -> list[tuple[int, ...]]:
     return [homes[first:end] for first, end in pairwise(edges)]
 
 
-def rail_weights(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Return the relative bandwidth of each rail; `rows` has the shares of each node's ports."""
-    return rail_rates(tuple(zip(*rows, strict=True)))
-
-
 def slowdown_of(rows: Sequence[Sequence[int]], weights: Sequence[int]) -> Fraction | None:
     """Return the time for which the busiest port is busy, relative to a network without failures.
 
@@ -473,6 +468,5 @@ __all__ = [
     "TwoLevelPlans",
     "count_chunks",
     "divide_rails",
-    "rail_weights",
     "slowdown_of",
 ]

@@ -198,8 +198,8 @@ class Participant:
             return
         if self._config.shm == "1":
             obstacle = ""
-        elif self._config.mode == "auto" and self._config.algo != "auto":
-            obstacle = f"R2CC_ALGO={self._config.algo} is a schedule of the network"
+        elif self._config.fixed_family:
+            obstacle = f"R2CC_ALGO={self._config.fixed_family} is a schedule of the network"
         if nshared >= MOST_GROUPS:
             obstacle = f"{nshared} communicators share memory already"
         try:

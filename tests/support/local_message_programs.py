@@ -221,6 +221,7 @@ def stopped() -> int:
             comm.allreduce(goes_on, op=r2ccl.ReduceOp.MAX)
         for _ in range(3):
             comm.sendrecv(x, peer, out, peer)
+            nexchanges += 1
         return nexchanges
 
 

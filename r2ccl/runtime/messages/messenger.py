@@ -282,6 +282,7 @@ class Messenger(MessageCaller):
         connect: Callable[[frozenset[int]], None],
         health: Callable[[], Health],
     ) -> None:
+        super().__init__(engine)
         self._job = job
         self._loop = loop
         self._clock = job.clock
@@ -289,7 +290,6 @@ class Messenger(MessageCaller):
         self._members = context.members
         self._told = context.told()
         self._rank = context.members.index(job.rank)
-        super().__init__(engine)
         context_id = message_context(context.context_id)
         driver = MessageDriver(
             loop.links,

@@ -78,11 +78,11 @@ class NetworkMessages:
             progress.advance()
             return found
 
-        return self._call(run)
+        return self._call(self._caller, run)
 
     def wait(self, caller: Caller, is_done: Callable[[], bool], patience: Patience) -> None:
         """Run the data loop until ``is_done()``; see `DataLoop.wait`."""
-        self._call(lambda: self._loop.wait(caller, is_done, patience), caller)
+        self._call(caller, lambda: self._loop.wait(caller, is_done, patience))
 
     # Direct calls
 
@@ -107,16 +107,15 @@ class NetworkMessages:
             self._caller.check()
             return calls.run(key, sent, received)
 
-        outcome: Outcome = self._call(run)
+        outcome: Outcome = self._call(self._caller, run)
         return outcome
 
-    def _call(self, fn: Callable[[], Any], caller: Caller | None = None) -> Any:
+    def _call(self, caller: Caller, fn: Callable[[], Any]) -> Any:
         """Call ``fn()`` as the owner of the data loop, and return its result.
 
-        An exception of ``fn()`` ends the communicator. `caller` is the caller that is in progress;
-        default: that of calls that do not wait.
+        An exception of ``fn()`` ends the communicator. `caller` is in progress meanwhile.
         """
-        loop, caller = self._loop, caller or self._caller
+        loop = self._loop
 
         def run() -> Any:
             caller.is_calling = is_calling = True

@@ -12,6 +12,7 @@ from support.healths import health
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health
 from r2ccl.planning.cost_model import UNMEASURED, Fabric, Rates
+from r2ccl.planning.placement import rail_weights
 from r2ccl.planning.plan_cache import PlanCache
 from r2ccl.planning.two_level import (
     COLLECTIVES,
@@ -20,7 +21,6 @@ from r2ccl.planning.two_level import (
     TwoLevelPlans,
     count_chunks,
     divide_rails,
-    rail_weights,
     slowdown_of,
 )
 from r2ccl.types import PARTED, CallSignature, Collective, ReduceOp

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -101,6 +102,16 @@ def test_the_fake_leaves_nothing_behind() -> None:
     with paired() as pair:
         assert shown["device"] is pair.loaded.device
     assert all(shown.get(name) is before.get(name) for name in vars(pair.loaded))
+
+
+def test_an_endpoint_info_with_a_malformed_gid_is_refused(pair: Pair) -> None:
+    end = pair.near.offer(PATH)
+    info = msgspec.msgpack.decode(end.info)
+    wrong = msgspec.msgpack.encode(["nonsense" if each == "fe80::1" else each for each in info])
+    assert wrong != end.info
+    with pytest.raises(TransportError, match="cannot be decoded") as caught:
+        end.join(wrong, is_caller=True)
+    assert caught.value.status == "ENDPOINT_INFO"
 
 
 def test_a_removed_nic_fails_the_offer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
