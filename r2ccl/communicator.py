@@ -1296,8 +1296,9 @@ class Communicator:
 
         Notes
         -----
-        *Local*: uses the health that this rank knows. The next allreduce may be planned with a
-        health that is one version newer or older; all ranks use the same version for a call. The
+        *Local*: uses the newest health that this rank knows. The next allreduce may be planned with
+        an older health, because a new one is used only from an agreed collective on, or with a
+        newer one that arrives before the call; all ranks use the same version for a call. The
         schedules are those of the network; an allreduce in shared memory runs none of them.
         """
         return self._participant.explain(nbytes)

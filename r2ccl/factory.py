@@ -150,33 +150,34 @@ def init(
             rdma_names=[hca.netdev for hca in hcas],
         )
 
-    with _exhaustion_explained(f"process {os.getpid()}"), _dump_signal_answered(config):
-        control = bootstrap.connect(
-            config,
-            codec=_CODEC,
-            nics_for=choose_nics,
-            hcas_for=lambda: tuple(hca.label for hca in hcas),
-            comm=comm,
-        )
-    wrapped: list[WrappedTransport] = []
+    with _dump_signal_answered(config):
+        with _exhaustion_explained(f"process {os.getpid()}"):
+            control = bootstrap.connect(
+                config,
+                codec=_CODEC,
+                nics_for=choose_nics,
+                hcas_for=lambda: tuple(hca.label for hca in hcas),
+                comm=comm,
+            )
+        wrapped: list[WrappedTransport] = []
 
-    def wrap(inner: Transport) -> Transport:
-        if faults is not None:
-            wrapped.append(faults.wrap(inner, control.rank, control.nranks))
-        elif put_around := _named_wrapper(config):
-            wrapped.append(put_around(inner, control.rank))
-        return wrapped[0] if wrapped else inner
+        def wrap(inner: Transport) -> Transport:
+            if faults is not None:
+                wrapped.append(faults.wrap(inner, control.rank, control.nranks))
+            elif put_around := _named_wrapper(config):
+                wrapped.append(put_around(inner, control.rank))
+            return wrapped[0] if wrapped else inner
 
-    with _exhaustion_explained(f"rank {control.rank}"):
-        made = _assemble(config, hcas, control, tuple(range(control.nranks)), wrap)
-        try:
-            made.connect()
-        except PeerLost as exc:
-            # There is no communicator to shrink.
-            raise PeerLost(
-                rank=exc.rank, peer=exc.peer, last_heard_s=exc.last_heard_s, why=exc.why,
-                host=exc.host, is_met=False,
-            ) from exc.__cause__  # fmt: skip
+        with _exhaustion_explained(f"rank {control.rank}"):
+            made = _assemble(config, hcas, control, tuple(range(control.nranks)), wrap)
+            try:
+                made.connect()
+            except PeerLost as exc:
+                # There is no communicator to shrink.
+                raise PeerLost(
+                    rank=exc.rank, peer=exc.peer, last_heard_s=exc.last_heard_s, why=exc.why,
+                    host=exc.host, is_met=False,
+                ) from exc.__cause__  # fmt: skip
     for transport in wrapped:
         transport.begin(made.ncalls + 1)
     return made
@@ -200,15 +201,15 @@ def _exhaustion_explained(who: str) -> Iterator[None]:
 def _dump_signal_answered(config: Config) -> Iterator[None]:
     """Handle ``R2CC_DUMP_SIGNAL`` in a ``with`` block, if the setting names a signal.
 
-    The block is the rendezvous, in which there is no status to dump yet. Without a handler, the
-    signal would end the process.
+    The block is all of `init`: until the communicator has its own handler, the signal would end the
+    process.
     """
     if not config.dump_signal:
         yield
         return
     text = (
-        f"r2ccl: process {os.getpid()} waits in init() for the other ranks and has no status yet: "
-        "rank 0 logs which are missing"
+        f"r2ccl: process {os.getpid()} is in init(), without a status yet: if ranks are missing, "
+        "rank 0 logs which"
     )
     answer = SignalDump(signal.Signals[config.dump_signal], lambda: write_line(text, ""))
     try:

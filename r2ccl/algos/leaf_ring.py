@@ -17,8 +17,8 @@ positions p + 1 and p - 3, and so on.
 
 A core rank sends and receives (n + m - 2 - r)/m of the data, where r is the mean number of leaves
 that relay in a segment. A leaf sends and receives the data once, and twice in segments in which it
-relays. `r2ccl.algos.roles` chooses the leaves and how often they relay, for the least time. With
-one straggler, and mostly with several, this takes the time `packed_trees.lower_bound`.
+relays. `r2ccl.algos.roles` chooses the leaves and how often they relay. With one straggler, and
+mostly with several, this takes the time `packed_trees.lower_bound`.
 
 Segments overlap. On each link, the reduce-scatter of a segment comes before the remaining steps of
 earlier segments, so that the core has other work while it waits for a slow leaf. Two steps do not

@@ -39,7 +39,10 @@ class Roles(NamedTuple):
 
 
 def choose(bandwidths: Sequence[int]) -> Roles:
-    """Choose the core, and the share that each leaf relays, such that the time is minimal.
+    """Choose the core of fast ranks, and the share that each leaf relays, for the least time.
+
+    A core has all ranks whose bandwidth reaches some bound; other cores, such as one without a rank
+    that is faster than the rest, are not tried.
 
     Parameters
     ----------

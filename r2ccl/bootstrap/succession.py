@@ -184,7 +184,8 @@ def _open(make: Callable[[str], socket.socket], rank: int, host: str) -> socket.
         return make(host)
     except OSError as exc:
         logger.warning(
-            "rank %d: can no longer listen at %s (%s); shrink() continues without this address",
+            "rank %d: cannot open a socket at %s (%s); shrink() continues without this address, so "
+            "the new communicator has no rail that uses it",
             rank, host, exc.strerror,
         )  # fmt: skip
         return None

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.errors import InvalidArgument, TransportError, describe_os_error
 from r2ccl.topology.hcas import GidFinder
 from r2ccl.transport.verbs.cuda import CudaDriver
 from r2ccl.transport.verbs.dmabuf import DeviceMemory, DeviceMemoryRoute, DeviceRegion
@@ -73,6 +73,9 @@ def open_nics(stack: ExitStack, labels: Sequence[str]) -> dict[str, Registrar | 
             device = RdmaDevice(name, int(port), GidFinder(name, int(port)), fastpath="0")
         except (InvalidArgument, TransportError) as exc:
             found[label] = str(exc)
+            continue
+        except OSError as exc:
+            found[label] = describe_os_error(exc)
             continue
         stack.callback(device.close)
         found[label] = device.registrar

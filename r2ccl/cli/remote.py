@@ -206,8 +206,8 @@ class RemoteRanks:
     def signal(self, number: int) -> None:
         """Have the agent send a signal to its ranks.
 
-        After SIGKILL, kill the ssh process, or the agent on this host, unless it ends within
-        `TERMINATION_GRACE_S`.
+        After SIGKILL, also kill the process that `open` started, unless it ends within
+        `TERMINATION_GRACE_S`: ssh or, if the ranks are on this host, the agent itself.
         """
         if self._link is not None:
             self._link.post(SendSignal(number))

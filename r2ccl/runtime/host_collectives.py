@@ -166,7 +166,7 @@ class HostCollectives:
 
     @property
     def shares_memory(self) -> bool:
-        """True if ranks of the communicator share memory."""
+        """True if ranks of the communicator share memory: all of them, or those of each node."""
         return self.local is not None or self.two_level is not None
 
     @property

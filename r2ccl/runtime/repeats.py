@@ -72,8 +72,8 @@ class Repeats:
         """Remember the call `prepared`, so that ``last[make]`` can run it again.
 
         ``make(x, out, *rest)`` made `request`. The call is remembered only if it used the arrays
-        themselves (C-contiguous arrays of NumPy or torch, no copies), if a new output is an array
-        of NumPy, and if the first of `rest` has a type in `_FIXED`.
+        themselves (C-contiguous arrays of NumPy or torch, no copies) and the first of `rest` has a
+        type in `_FIXED`. If the call allocated its output, that must be an array of NumPy.
         """
         source, output, result = request.source, request.output, request.result
         uses_input, uses_output = source.owner is x, output is not None

@@ -59,17 +59,27 @@ class SignalDump:
         """Stop writing, and restore the previous handler. Idempotent.
 
         A previous handler that was not installed from Python is replaced by the default action. If
-        this is not the main thread, or another handler has replaced this one, nothing is restored,
-        and this handler only calls the previous one.
+        another `SignalDump` was installed after this one, its previous handler becomes that of this
+        one. If this is not the main thread, or another handler has replaced this one, nothing is
+        restored, and this handler only calls the previous one.
         """
         if self._write is None:
             return
         self._write = None
-        is_ours = signal.getsignal(self.signum) == self._on_signal
-        if is_ours and threading.current_thread() is threading.main_thread():
+        installed = signal.getsignal(self.signum)
+        if installed != self._on_signal:
+            self._unlink(installed)
+        elif threading.current_thread() is threading.main_thread():
             # None means that the previous handler was not installed from Python and cannot be
             # restored.
             signal.signal(self.signum, self._previous or signal.SIG_DFL)
+
+    def _unlink(self, installed: object) -> None:
+        while isinstance(later := getattr(installed, "__self__", None), SignalDump):
+            if later._previous == self._on_signal:
+                later._previous = self._previous
+                return
+            installed = later._previous
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._write is not None:

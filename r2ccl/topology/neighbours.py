@@ -137,10 +137,10 @@ class Neighbours:
     def _say_dropped(self, destination: str, exc: OSError) -> None:
         if self._is_new(exc):
             _log.warning(
-                "a firewall of this host drops the UDP datagram to port %d of peer %s that "
-                "resolves the peer's link-layer address (%s), so connecting a queue pair resolves "
-                "it and can block this process for a second; let UDP to this port pass on the "
-                "interface of the RDMA NIC",
+                "a firewall of this host drops the UDP datagram to port %d of peer %s (%s), which "
+                "would have made the kernel resolve the peer's link-layer address; connecting a "
+                "queue pair must now resolve it, which can block this process for a second; let "
+                "UDP to this port pass on the interface of the RDMA NIC",
                 _DISCARD_PORT, destination, describe_os_error(exc),
             )  # fmt: skip
 

@@ -343,6 +343,10 @@ class Message:
     def is_done(self):
         return self.is_sent.is_set()
 
+    @property
+    def has_succeeded(self):
+        return self.is_sent.is_set() and self.error is None
+
     def wait(self):
         turn.release()
         assert self.is_sent.wait(30)
@@ -369,6 +373,7 @@ for each in threads:
 failed = Message(OSError("failed"))
 failed.is_sent.set()
 connections.keep(failed)
+connections.keep(message)
 for _ in range(2):
     try:
         connections.flush()

@@ -16,6 +16,8 @@ from support.raising import raises
 
 import r2ccl
 from r2ccl.runtime.status import RankStatus
+from r2ccl.testing import FaultPlan
+from r2ccl.transport.base import Transport, WrappedTransport
 
 PATIENCE_S = 30.0
 
@@ -74,8 +76,19 @@ def dumped_by_signal(folder: str) -> tuple[str, bool]:
         return text, bool((x == comm.nranks**2).all())
 
 
+class _Signalling(FaultPlan):
+    """Plan without faults that signals this process when `init` opens its transport."""
+
+    def wrap(self, inner: Transport, rank: int, nranks: int) -> WrappedTransport:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return super().wrap(inner, rank, nranks)
+
+
 def signalled_in_init(folder: str) -> tuple[bool, bool]:
-    """Signal rank 0 while `init` waits for rank 1, and again once it has a status to dump."""
+    """Signal rank 0 while `init` waits for rank 1, both as it opens transports, and both once more.
+
+    The last signal comes when the rank has a status to dump.
+    """
     go = Path(folder, "go")
 
     def ask() -> None:
@@ -88,7 +101,7 @@ def signalled_in_init(folder: str) -> tuple[bool, bool]:
     else:
         until(go.exists, "rank 0 has got the signal")
     file = Path(folder, f"{os.environ['RANK']}.json")
-    with r2ccl.init(dump_signal="SIGUSR1", dump_file=str(file)):
+    with r2ccl.init(faults=_Signalling(), dump_signal="SIGUSR1", dump_file=str(file)):
         was_dumped = file.exists()
         os.kill(os.getpid(), signal.SIGUSR1)
         until(file.exists, "the dump is there")

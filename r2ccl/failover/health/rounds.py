@@ -137,10 +137,10 @@ class Member:
     def start(self, op: int) -> Health:
         """Count collective `op` as started and return its health; see `Agreement.start`."""
         if op not in (self.started, self.started + 1) or not self.may_start(op):
-            bound = "" if self.limit is None else f", up to {self.limit} until the Commit"
+            bound = "" if self.limit is None else f", and none after {self.limit} until the Commit"
             raise InternalError(
-                f"rank {self._rank}: collective {op} started after {self.started}: only "
-                f"{self.started} (again) or {self.started + 1} may start{bound}"
+                f"rank {self._rank}: collective {op} started after {self.started}: the next one "
+                f"must be {self.started} (again) or {self.started + 1}{bound}"
             )
         self.started = op
         while len(self._plans) > 1 and self._plans[1][0] <= op:

@@ -165,7 +165,7 @@ class PxnRoutes:
                 hanging.add(each.via)
                 _log.warning(
                     "rank %d: copies through the memory of GPU %s did not end within %g s, so the "
-                    "memory was not freed; end the process", self._rank, each.via, limit_s,
+                    "memory was not freed; end the process", self._rank, each.via, timeout_s,
                 )  # fmt: skip
         self._opened.clear()
         for via, peer in self._peers.items():

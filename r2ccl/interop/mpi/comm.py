@@ -78,9 +78,14 @@ class Connections:
         atexit.register(self._leave)
 
     def keep(self, request: MessageRequest) -> None:
-        """Hold a buffered message at least until it is sent; any thread may call this method."""
+        """Hold a buffered message until it is sent or, if it fails, until `flush` has raised that.
+
+        Any thread may call this method.
+        """
         with self._lock:
-            self._kept = {each for each in self._kept if not each.is_done()} | {request}
+            sent = {each for each in self._kept if each.is_done() and each.has_succeeded}
+            self._kept -= sent
+            self._kept.add(request)
 
     def flush(self) -> None:
         """Wait until all messages that are buffered now are sent; any thread may call this method.

@@ -225,7 +225,10 @@ def _exchange(
     into: BufferSpec | VectorSpec,
     run: Run,
 ) -> Call:
-    """Return a call that packs `sent` into `packed`, sends `x`, and unpacks `out` to `into`."""
+    """Return a call that packs `sent`, runs ``run(x, out)``, and unpacks `out` to `into`.
+
+    `sent` is packed into `packed`; `x`, the data to send, is `packed` or a part of it.
+    """
 
     def start(is_async: bool) -> Any:
         sent.pack(packed)

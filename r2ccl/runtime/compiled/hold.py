@@ -32,7 +32,10 @@ from r2ccl.types import PathKey
 
 
 class _Shared(NamedTuple):
-    """Description of a program's shared words, for `r2ccl.runtime.compiled.hand_over`."""
+    """Array that describes a program's shared words to `r2ccl.runtime.compiled.hand_over`.
+
+    ``words`` is this array, not the shared words themselves; ``address`` is its address.
+    """
 
     words: npt.NDArray[np.int64]
     address: int

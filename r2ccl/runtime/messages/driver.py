@@ -334,7 +334,11 @@ class MessageDriver(MessageProtocol):
         return signed_word(int.from_bytes(packed, "little"))
 
     def note_long(self, to: int, grant: memoryview) -> None:
-        """Count a long message to rank `to`, which compiled code has sent; `grant` is its grant."""
+        """Count a long message that compiled code has sent to rank `to`.
+
+        Note the bytes that `grant`, the receiver's answer to the request, reports as taken, and
+        those that the request has reported.
+        """
         self._next_ident += 1
         self._report(self._members[to])
         self.note_taken(to, grant)

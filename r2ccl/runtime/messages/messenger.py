@@ -48,6 +48,11 @@ class MessageRequest:
         """Return, without blocking, whether `wait` would return or raise an error at once."""
         return self._messenger.test(self._request)
 
+    @property
+    def has_succeeded(self) -> bool:
+        """True once the message is received or sent, or the receive is withdrawn."""
+        return self._request.is_done and self._request.error is None
+
     def wait(self, timeout_s: float | None = None) -> Message | None:
         """Block until the message is received or sent; its array may be used again afterwards.
 
