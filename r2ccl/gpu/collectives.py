@@ -195,8 +195,11 @@ class DeviceCollectives:
         buffers = (source,) if output is None else (source, output)
         given, others = streams_of(stream, *buffers)
         self._check()
-        active = self._open(source.ordinal, (given, *others))
+        streams = (given, *others)
+        active = self._open(source.ordinal, streams)
         with active.device.current():
+            for each in streams:
+                require_no_capture(active.device, each)
             return self._start(active, request, given, others, is_async)
 
     def _start(
@@ -313,8 +316,6 @@ class DeviceCollectives:
                 f"{active.device.ordinal}, where its first array was: copy the array, or create "
                 "another communicator"
             )
-        for stream in streams:
-            require_no_capture(active.device, stream)
         return active
 
     def _make(self, ordinal: int, streams: Sequence[Stream]) -> _ActiveDevice:
