@@ -24,10 +24,11 @@ from r2ccl.gpu.peer_connect import connect_peers
 from r2ccl.gpu.peer_memory import PeerMemory
 from r2ccl.gpu.staged import StagedBackend
 from r2ccl.runtime import arguments
+from r2ccl.runtime.arrays.streams import PER_THREAD
 from r2ccl.runtime.async_work import Worker
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, MemoryKind
 from r2ccl.testing.fakedevice.order import Misuse
-from r2ccl.types import ReduceOp
+from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
 class Ending(SignalledStream):
@@ -209,6 +210,27 @@ def test_calls_in_progress_are_limited() -> None:
     later.join(TIMEOUT_S)
     assert len(kept) == 66
     assert calls._worker.drain(TIMEOUT_S)
+
+
+def test_the_default_stream_of_every_thread_is_waited_for() -> None:
+    """They have the same handle; the memory that each waits on must not be freed before."""
+    device = FakeDevice(FakeGpu())
+    backend, gate = Ending(device), device.allocate_pinned(64)
+    before = DeviceCall(CallSignature(Collective.ALLREDUCE, 0, ReduceOp.SUM, 1), 0, 0)
+    job = backend.begin(before, device.caller_stream())
+    backend.finish(job)
+
+    def late() -> None:
+        device.wait_word(PER_THREAD, int(gate.ctypes.data), 1)
+        backend.hold(PER_THREAD, job.number)
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    backend.hold(PER_THREAD, job.number)
+    assert not backend._let_go(0.05)
+    gate.view(np.uint32)[0] = 1
+    assert backend._let_go(TIMEOUT_S)
 
 
 # On GPUs that wait where the interface allows it
