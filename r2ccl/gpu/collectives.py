@@ -25,7 +25,7 @@ from r2ccl.gpu.hardware import Hardware
 from r2ccl.gpu.host_signal import DeviceCall, DeviceJob
 from r2ccl.gpu.plan_selector import PlanSelector
 from r2ccl.runtime.arguments import Request
-from r2ccl.runtime.arrays.cuda import DeviceBuffer, streams_of
+from r2ccl.runtime.arrays.cuda import ANY_GPU, DeviceBuffer, streams_of
 from r2ccl.runtime.arrays.streams import stream_of
 from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.participant import Participant
@@ -196,7 +196,8 @@ class DeviceCollectives:
         given, others = streams_of(stream, *buffers)
         self._check()
         streams = (given, *others)
-        active = self._open(source.ordinal, streams)
+        ordinals = [each.ordinal for each in buffers if each.ordinal != ANY_GPU]
+        active = self._open(ordinals[0] if ordinals else None, streams)
         with active.device.current():
             for each in streams:
                 require_no_capture(active.device, each)
@@ -306,11 +307,15 @@ class DeviceCollectives:
         device.wait(later, event)
         backend.recycle(event)
 
-    def _open(self, ordinal: int, streams: Sequence[Stream]) -> _ActiveDevice:
+    def _open(self, ordinal: int | None, streams: Sequence[Stream]) -> _ActiveDevice:
+        """Return the GPU in use, or open GPU `ordinal`.
+
+        `ordinal` is None if the arrays of the call have no memory, and may be on any GPU.
+        """
         active = self._active
         if active is None:
-            active = self._active = self._make(ordinal, streams)
-        if active.device.ordinal != ordinal:
+            active = self._active = self._make(ordinal or 0, streams)
+        if ordinal is not None and active.device.ordinal != ordinal:
             raise InvalidArgument(
                 f"rank {self._rank}: the array is on GPU {ordinal}, but this communicator uses GPU "
                 f"{active.device.ordinal}, where its first array was: copy the array, or create "

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.hostgroup import HostGroup
-from support.lookalikes import CUDA, Producer
+from support.lookalikes import CUDA, Interface, Producer
 from support.ranks import TIMEOUT_S, Gathering, PlainKernels, get, put, together
 from support.slow import slow_but
 
@@ -210,6 +210,34 @@ def test_calls_in_progress_are_limited() -> None:
     later.join(TIMEOUT_S)
     assert len(kept) == 66
     assert calls._worker.drain(TIMEOUT_S)
+
+
+class Third(FakeDevice):
+    """The GPU with the number 3 of its process."""
+
+    @property
+    def ordinal(self) -> int:
+        return 3
+
+
+def test_an_array_without_memory_is_on_any_gpu() -> None:
+    """Its address is null, so the driver cannot tell; the other ranks' calls are not refused."""
+    device = Third(FakeGpu())
+    opened: list[int] = []
+    calls = calls_of(device, [Ending(device)])
+    calls._open_device = lambda ordinal: (opened.append(ordinal), (device, None))[1]  # type: ignore
+    empty = Interface(shape=(0,), typestr="<i8", data=(0, False))
+    out = Producer(shape=(0,), dtype=(0, 64, 1), device=(CUDA, 3))
+    for x, y in ((empty, out), (out, empty), (empty, None)):
+        calls.start(arguments.allreduce(x, y, ReduceOp.SUM), device.caller_stream(), True).wait()
+    assert opened == [3]
+    elsewhere = Producer(shape=(0,), dtype=(0, 64, 1), device=(CUDA, 1))
+    with pytest.raises(InvalidArgument, match="on GPU 1, the output on GPU 3: both must be"):
+        arguments.allreduce(elsewhere, out, ReduceOp.SUM)
+    with pytest.raises(InvalidArgument, match="on GPU 1, but this communicator uses GPU 3"):
+        calls.start(
+            arguments.allreduce(elsewhere, empty, ReduceOp.SUM), device.caller_stream(), True
+        )
 
 
 def test_the_default_stream_of_every_thread_is_waited_for() -> None:
