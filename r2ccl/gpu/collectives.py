@@ -196,8 +196,9 @@ class DeviceCollectives:
         given, others = streams_of(stream, *buffers)
         self._check()
         streams = (given, *others)
-        ordinals = [each.ordinal for each in buffers if each.ordinal != ANY_GPU]
-        active = self._open(ordinals[0] if ordinals else None, streams)
+        on_device = [each for each in buffers if isinstance(each, DeviceBuffer)]
+        known = [each.ordinal for each in on_device if each.ordinal != ANY_GPU]
+        active = self._open(known[0] if known else None, streams)
         with active.device.current():
             for each in streams:
                 require_no_capture(active.device, each)
