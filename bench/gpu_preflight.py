@@ -32,6 +32,8 @@ _ATTRIBUTES = (
     "COMPUTE_MODE",
     "MULTIPROCESSOR_COUNT",
 )
+#: CU_COMPUTEMODE_EXCLUSIVE_PROCESS, a value of COMPUTE_MODE: one process at a time.
+_EXCLUSIVE = 3
 _LIBNVVM = "nvvm/lib64/libnvvm.so"
 #: Folders in which installers put the CUDA toolkit.
 _TOOLKIT = "/usr/local/cuda"
@@ -134,6 +136,15 @@ def device() -> Iterator[Finding]:
     try:
         capability = ".".join(map(str, gpu.capability))
         yield Finding("ok", "device", f"{gpu.bus_id}, compute capability {capability}, {told}")
+        mode = cuda.device_attribute("COMPUTE_MODE", handle)
+        if mode == _EXCLUSIVE and not has_mps():
+            yield Finding(
+                "failed",
+                "mode",
+                "the GPU is in exclusive mode, so ranks cannot share it: run nvidia-smi -c 0, or "
+                "start nvidia-cuda-mps-control -d",
+                False,
+            )
         if not gpu.waits_on_memory:
             yield Finding(
                 "failed", "streams", "cannot wait on memory: calls with GPU arrays are refused"

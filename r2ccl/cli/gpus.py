@@ -170,8 +170,17 @@ def check_ipc(cards: Sequence[Card], config: Config) -> DoctorFinding:
         says = f"another process cannot map device memory: {why}"
         if config.ipc == "0":
             return DoctorFinding("ipc", "skipped", says)
-        fix = "let the containers of a host's ranks share IPC and PID namespaces (--ipc=host "
-        return DoctorFinding("ipc", "warning", says, fix + "--pid=host), or set R2CC_IPC=0")
+        if "CUDA_ERROR_DEVICE_UNAVAILABLE" in says:  # this process already uses the GPU
+            fix = (
+                "a GPU in exclusive mode admits one process, so this was not tested: run "
+                "nvidia-smi -c 0, or start nvidia-cuda-mps-control -d"
+            )
+        else:
+            fix = (
+                "let the containers of a host's ranks share IPC and PID namespaces (--ipc=host "
+                "--pid=host), or set R2CC_IPC=0"
+            )
+        return DoctorFinding("ipc", "warning", says, fix)
     if any(card.ipc_error is None for card in cards):
         return DoctorFinding("ipc", "skipped", "was not tried")
     return DoctorFinding("ipc", "ok", "another process can map device memory")

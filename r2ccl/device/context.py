@@ -3,11 +3,11 @@
 CuPy, Numba, torch and the CUDA runtime use the primary context too, so they can use the streams and
 memory created here, and this library can use theirs.
 
-Each call checks whether the context is current on its thread, which costs one driver call. If it is
-not, the call pushes the context and pops it afterwards, so every thread keeps its own current
-context, from which the CUDA runtime derives the thread's device. A thread that makes many calls
-enters `PrimaryContext.current` once around them. Calls inside that block do not check the context,
-and the driver does not refuse them while another thread captures a CUDA graph.
+Each call pushes the context and pops it afterwards, so every thread keeps its own current context,
+from which the CUDA runtime derives the thread's device. Meanwhile the thread ignores CUDA graphs
+that other threads capture; otherwise the driver would refuse many calls, queries of events among
+them, and invalidate the capture. This costs four driver calls. A thread that makes many calls
+enters `PrimaryContext.current` once around them.
 
 Invariant: a resource stays registered from `PrimaryContext.keep` until `PrimaryContext.end`, and
 `close` frees exactly the registered resources. It frees no resource of another library.
@@ -87,8 +87,8 @@ class PrimaryContext:
         """Make the context current on this thread inside the ``with`` block.
 
         While a thread captures a CUDA graph in the global mode, which is the default, the driver
-        refuses potentially unsafe calls, such as cuMemAlloc, of all other threads. It does not
-        refuse them inside the block.
+        refuses potentially unsafe calls, such as cuMemAlloc and cuEventQuery, of all other threads,
+        and invalidates the capture. It does not do so inside the block.
 
         Raises
         ------
@@ -98,7 +98,7 @@ class PrimaryContext:
         if getattr(self._entered, "is_inside", False):
             yield
             return
-        self._push()
+        self._cuda.call("cuCtxPushCurrent", self._open())
         call, modes = self._cuda.call, self._cuda.api.CUstreamCaptureMode
         try:
             before = call(_EXCHANGE_MODE, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
@@ -121,19 +121,34 @@ class PrimaryContext:
         TransportError
             If the function fails.
         """
-        call = self._cuda.call
+        return self._with_context(self._cuda.call, name, *arguments)
+
+    def is_done(self, name: str, handle: int) -> bool:
+        """Return whether an event or a stream is done; see `Cuda.is_done`.
+
+        Raises
+        ------
+        InternalError
+            If the context is closed.
+        TransportError
+            If earlier work failed.
+        """
+        return bool(self._with_context(self._cuda.is_done, name, handle))
+
+    def _with_context(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function as in a block of `current`, without the cost of a generator."""
         if getattr(self._entered, "is_inside", False):
-            return call(name, *arguments)
-        if int(call("cuCtxGetCurrent")) == self._handle:
-            return call(name, *arguments)
-        self._push()
+            return function(*arguments)
+        call, modes = self._cuda.call, self._cuda.api.CUstreamCaptureMode
+        call("cuCtxPushCurrent", self._open())
         try:
-            return call(name, *arguments)
+            before = call(_EXCHANGE_MODE, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            try:
+                return function(*arguments)
+            finally:
+                call(_EXCHANGE_MODE, before)
         finally:
             call("cuCtxPopCurrent")
-
-    def _push(self) -> None:
-        self._cuda.call("cuCtxPushCurrent", self._open())
 
     def _open(self) -> int:
         if self._handle is None:
@@ -257,7 +272,7 @@ class PrimaryContext:
 
     def _has_ended(self, query: str, number: int) -> bool:
         try:
-            return self._cuda.is_done(query, number)
+            return self.is_done(query, number)
         except TransportError:  # a failed context runs no more work; freeing reports the error
             return True
 

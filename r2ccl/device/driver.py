@@ -164,8 +164,8 @@ class CudaDevice:
     def current(self) -> AbstractContextManager[None]:
         """Make the GPU's primary context current on this thread inside the ``with`` block.
 
-        Driver calls inside the block do not ask which context is current, so no other library may
-        change it there. The driver does not refuse them while another thread captures a CUDA graph.
+        Driver calls inside the block use the context that is current, so no other library may
+        change it there.
         """
         return self._context.current()
 
@@ -401,7 +401,7 @@ class CudaDevice:
         TransportError
             If any earlier work of the context failed, even if `event` does not cover that work.
         """
-        return self._cuda.is_done("cuEventQuery", event)
+        return self._context.is_done("cuEventQuery", event)
 
     def synchronize(self, event: Event, timeout_s: float) -> bool:
         """Implement `Device.synchronize` by polling at growing intervals.

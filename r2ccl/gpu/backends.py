@@ -47,6 +47,7 @@ from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.gpu.staged import HostRun, StagedBackend
 from r2ccl.gpu.staged_windows import least_limit_nbytes
+from r2ccl.kernels.cuda.machine import VECTORS
 from r2ccl.runtime.engine import Engine
 from r2ccl.types import AllgatherBytes
 
@@ -402,8 +403,13 @@ class BackendSelector:
         )
 
     def _slot_nbytes(self) -> int:
-        """Return the size in bytes of a `StagedBackend` slot and of half a `PeerMemory` area."""
-        return max(least_limit_nbytes(self._nranks), self._config.staging_nbytes // 2)
+        """Return the size in bytes of a `StagedBackend` slot and of half a `PeerMemory` area.
+
+        It is rounded up to whole vectors of kernels, because the second half of an area begins
+        there, and a GPU fails on an address that is not aligned.
+        """
+        nbytes = max(least_limit_nbytes(self._nranks), self._config.staging_nbytes // 2)
+        return -(-nbytes // max(VECTORS)) * max(VECTORS)
 
     def _waiting(self) -> dict[str, Any]:
         """Return the arguments of `PeerBackend` that control its waits."""

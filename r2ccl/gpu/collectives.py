@@ -25,7 +25,7 @@ from r2ccl.gpu.hardware import Hardware
 from r2ccl.gpu.host_signal import DeviceCall, DeviceJob
 from r2ccl.gpu.plan_selector import PlanSelector
 from r2ccl.runtime.arguments import Request
-from r2ccl.runtime.arrays.cuda import DeviceBuffer, streams_of
+from r2ccl.runtime.arrays.cuda import ANY_GPU, DeviceBuffer, streams_of
 from r2ccl.runtime.arrays.streams import stream_of
 from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.participant import Participant
@@ -195,8 +195,13 @@ class DeviceCollectives:
         buffers = (source,) if output is None else (source, output)
         given, others = streams_of(stream, *buffers)
         self._check()
-        active = self._open(source.ordinal, (given, *others))
+        streams = (given, *others)
+        on_device = [each for each in buffers if isinstance(each, DeviceBuffer)]
+        known = [each.ordinal for each in on_device if each.ordinal != ANY_GPU]
+        active = self._open(known[0] if known else None, streams)
         with active.device.current():
+            for each in streams:
+                require_no_capture(active.device, each)
             return self._start(active, request, given, others, is_async)
 
     def _start(
@@ -303,18 +308,20 @@ class DeviceCollectives:
         device.wait(later, event)
         backend.recycle(event)
 
-    def _open(self, ordinal: int, streams: Sequence[Stream]) -> _ActiveDevice:
+    def _open(self, ordinal: int | None, streams: Sequence[Stream]) -> _ActiveDevice:
+        """Return the GPU in use, or open GPU `ordinal`.
+
+        `ordinal` is None if the arrays of the call have no memory, and may be on any GPU.
+        """
         active = self._active
         if active is None:
-            active = self._active = self._make(ordinal, streams)
-        if active.device.ordinal != ordinal:
+            active = self._active = self._make(ordinal or 0, streams)
+        if ordinal is not None and active.device.ordinal != ordinal:
             raise InvalidArgument(
                 f"rank {self._rank}: the array is on GPU {ordinal}, but this communicator uses GPU "
                 f"{active.device.ordinal}, where its first array was: copy the array, or create "
                 "another communicator"
             )
-        for stream in streams:
-            require_no_capture(active.device, stream)
         return active
 
     def _make(self, ordinal: int, streams: Sequence[Stream]) -> _ActiveDevice:

@@ -26,6 +26,7 @@ from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError, TransportTimeout
 from r2ccl.runtime.arguments import Request
+from r2ccl.runtime.arrays.streams import PER_THREAD
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature
 
@@ -120,7 +121,9 @@ class SignalledStream:
         #: Number of calls begun.
         self._number = 0
         #: By stream, the event that is done when the stream has passed its last wait for the word.
-        self._passed: dict[Stream, Event] = {}
+        #: The per-thread default stream is a different stream in each thread; the second number is
+        #: the thread's, and 0 for all other streams.
+        self._passed: dict[tuple[Stream, int], Event] = {}
         #: Held during `hold`, which several threads may call.
         self._holding = threading.Lock()
 
@@ -142,9 +145,10 @@ class SignalledStream:
         TransportError
             If the device failed.
         """
+        key = stream, threading.get_ident() if stream == PER_THREAD else 0
         with self._holding:
             self._device.wait_word(stream, int(self._pinned.ctypes.data), number & WORD)
-            passed = self._passed.pop(stream, None)
+            passed = self._passed.pop(key, None)
             if passed is None:
                 while len(self._passed) >= _MOST_STREAMS and self._device.is_done(
                     self._oldest_passed()
@@ -152,7 +156,7 @@ class SignalledStream:
                     self.recycle(self._passed.pop(next(iter(self._passed))))
                 passed = self.take_event()
             self._device.record(passed, stream)
-            self._passed[stream] = passed
+            self._passed[key] = passed
 
     def _oldest_passed(self) -> Event:
         return next(iter(self._passed.values()))

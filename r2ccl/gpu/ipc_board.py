@@ -68,8 +68,9 @@ NSLOTS = 32
 _RING_AT = _MAPPED + 4 * MOST_RANKS * NSLOTS
 _DEPTH = 64
 MESSAGE_NBYTES = 192
-_PAGE = 4096
-#: Bytes of one rank's section, a multiple of the memory page size.
+#: Largest size of memory pages: 4 KiB on x86-64; 4, 16 or 64 KiB on arm64.
+_PAGE = 1 << 16
+#: Bytes of one rank's section, a multiple of the memory page size, because GPUs pin whole pages.
 RANK_NBYTES = -(-(_RING_AT + _DEPTH * MESSAGE_NBYTES) // _PAGE) * _PAGE
 _WORD = 0xFFFFFFFF
 

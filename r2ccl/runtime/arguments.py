@@ -43,6 +43,7 @@ from r2ccl.runtime.arrays.buffers import (
     require_possible,
 )
 from r2ccl.runtime.arrays.cuda import (
+    ANY_GPU,
     DeviceBuffer,
     as_device_buffer,
     is_device_array,
@@ -699,7 +700,8 @@ def _output(source: Memory | None, out: Any) -> Memory:
     if source is None:
         return output
     places = [getattr(each, "ordinal", None) for each in (source, output)]
-    if places[0] != places[1]:
+    is_any = ANY_GPU in places and None not in places
+    if places[0] != places[1] and not is_any:
         where = ["in host memory" if at is None else f"on GPU {at}" for at in places]
         raise InvalidArgument(
             f"the input is {where[0]}, the output {where[1]}: both must be in the same place"

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.cuda_script import Script
+from support.cuda_script import api as api  # the fixture
 from support.fake_gpu_rank import BENCH, BLOCK_NBYTES, fake_card
 
 from r2ccl.errors import TransportError
@@ -722,6 +724,25 @@ def test_a_check_that_raises_fails_alone(bench: Any) -> None:
     assert [each.state for each in found] == ["failed", "ok"]
     assert "TransportError: no GPU, for a test" in str(found[0])
     assert "device" in str(found[0])
+
+
+@pytest.mark.parametrize(("mode", "has_mps", "is_shared"), [
+    (0, False, True), (3, False, False), (3, True, True)
+])  # fmt: skip
+def test_the_preflight_says_if_ranks_cannot_share_the_gpu(
+    bench: Any, api: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int,
+    has_mps: bool, is_shared: bool,
+) -> None:  # fmt: skip
+    preflight = bench("gpu_preflight")
+    api.attributes |= {name: 1 for name in preflight._ATTRIBUTES if name not in api.attributes}
+    api.attributes["COMPUTE_MODE"] = mode
+    api.results["cuDriverGetVersion"] = 13000
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if has_mps:
+        (tmp_path / "control").touch()
+    found = list(preflight.findings((preflight.device,)))
+    failed = [each for each in found if each.state != "ok"]
+    assert [(each.name, each.is_needed) for each in failed] == [("mode", False)] * (not is_shared)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ _CODES = {
 _NAMES = ", ".join(sorted(_CODES))
 #: Supported versions of ``__cuda_array_interface__``; strides have another meaning in version 1.
 _VERSIONS = (2, 3)
+#: `DeviceBuffer.ordinal` of an array without memory whose library does not report its GPU.
+ANY_GPU = -1
 #: DLPack device type kDLCUDAManaged (dlpack.h).
 _MANAGED = 13
 
@@ -65,7 +67,7 @@ class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
     itemsize, nbytes : int
         Size of one element and of all elements, in bytes.
     ordinal : int
-        Number of the GPU in this process.
+        Number of the GPU in this process, or `ANY_GPU`.
     stream : Stream
         Stream of this array for calls without a ``stream`` argument (see `streams_of`):
         `Library.stream` of the array when the view was made. For an array of no known library:
@@ -349,8 +351,8 @@ class _NoCopy:
 
 
 def _ordinal(address: int) -> int:
-    """Return the GPU of `address` as the driver reports it; 0 for a null address."""
-    return int(Cuda().pointer_attribute("DEVICE_ORDINAL", address)) if address else 0
+    """Return the GPU of `address` as the driver reports it; `ANY_GPU` for a null address."""
+    return int(Cuda().pointer_attribute("DEVICE_ORDINAL", address)) if address else ANY_GPU
 
 
 def _is_contiguous(given: _Given, itemsize: int) -> bool:
@@ -387,4 +389,4 @@ def _memory_refusal(x: Any, given: _Given, dtype: np.dtype[Any]) -> InvalidArgum
     return InvalidArgument(f"{what} is read-only, but the result is written to it: pass a copy")
 
 
-__all__ = ["DeviceBuffer", "as_device_buffer", "is_device_array", "streams_of"]
+__all__ = ["ANY_GPU", "DeviceBuffer", "as_device_buffer", "is_device_array", "streams_of"]

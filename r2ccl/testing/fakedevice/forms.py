@@ -19,6 +19,7 @@ from r2ccl.kernels import divider, quiet_context, reducer
 from r2ccl.kernels.cuda import Form, Launcher, canonical
 from r2ccl.testing.fakedevice.device import FakeDevice
 from r2ccl.testing.fakedevice.kernels import FakeKernel, Grid, Touches
+from r2ccl.testing.fakedevice.order import Misuse
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -62,12 +63,22 @@ def kernel_of(form: Form) -> FakeKernel:
             if not addresses[0]:
                 return
         dtype = dtype_of(form.dtype_code)
+        _require_aligned(form, dtype.itemsize // (2 if dtype.kind == "c" else 1), addresses)
         sources = [grid.read(each, nbytes).view(dtype).copy() for each in addresses[: form.ninputs]]
         result = quiet_context().run(combine, form, sources, factor, int(divisor))
         for each in addresses[form.ninputs :]:
             grid.write(each, nbytes)[:] = result.view(np.uint8)
 
     return FakeKernel(run, None if form.has_table else _touches_of(form))
+
+
+def _require_aligned(form: Form, alignment: int, addresses: Sequence[int]) -> None:
+    """Refuse operands that are not aligned to their elements, on which a GPU would fail."""
+    for each in addresses:
+        if each % alignment:
+            raise Misuse.of(
+                f"{form.name} uses address {each:#x}, which is not aligned to {alignment} bytes"
+            )
 
 
 def _touches_of(form: Form) -> Touches:

@@ -255,6 +255,15 @@ def test_memory_no_other_process_can_map_goes_through_the_host() -> None:
     assert examine(with_card(ipc_error=refused), ipc="1")["one host"].level == "skipped"
 
 
+def test_a_gpu_in_exclusive_mode_is_no_matter_of_containers() -> None:
+    """The doctor itself holds the GPU while another of its processes tries to map memory."""
+    refused = "cuDevicePrimaryCtxRetain failed: CUDA_ERROR_DEVICE_UNAVAILABLE"
+    found = examine(with_card(ipc_error=refused))["ipc"]
+    assert found.level == "warning"
+    assert "nvidia-smi -c 0" in found.fix
+    assert "container" not in found.fix
+
+
 def test_a_setting_that_rules_ipc_out_is_named() -> None:
     assert examine(H100, ipc="0")["one host"].says.endswith("R2CC_IPC=0")
 

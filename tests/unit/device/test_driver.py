@@ -87,21 +87,12 @@ def test_the_context_is_pushed_and_popped_over_a_current_one(
 ) -> None:
     device.allocate(64)
 
-    assert api.calls == [
-        ("cuCtxGetCurrent",),
-        ("cuCtxPushCurrent", OURS),
-        ("cuMemAlloc", 64),
-        ("cuCtxPopCurrent",),
-    ]
+    exchange = "cuThreadExchangeStreamCaptureMode"
+    assert [call[0] for call in api.calls] == [
+        "cuCtxPushCurrent", exchange, "cuMemAlloc", exchange, "cuCtxPopCurrent"
+    ]  # fmt: skip
+    assert api.calls[0] == ("cuCtxPushCurrent", OURS)
     assert api.current == [THEIRS]
-
-
-def test_the_context_is_left_alone_where_it_is_current(api: Script, device: CudaDevice) -> None:
-    api.current = [OURS]
-
-    device.allocate(64)
-
-    assert api.calls == [("cuCtxGetCurrent",), ("cuMemAlloc", 64)]
 
 
 def test_a_thread_without_a_context_has_none_afterwards(api: Script, device: CudaDevice) -> None:
@@ -127,12 +118,6 @@ def test_many_calls_may_share_one_push(api: Script, device: CudaDevice) -> None:
 
     assert len(api.named("cuCtxPushCurrent")) == len(api.named("cuCtxPopCurrent")) == 1
     assert api.current == [THEIRS]
-
-
-def test_asking_an_event_takes_no_context(api: Script, device: CudaDevice) -> None:
-    device.is_done(Event(3))
-
-    assert api.calls == [("cuEventQuery", 3)]
 
 
 @pytest.mark.parametrize(("lowest", "highest", "meant"), [(0, -5, -4), (0, -1, 0), (0, 0, 0)])
@@ -163,3 +148,33 @@ def test_inside_of_current_no_call_ends_anothers_capture(api: Script, device: Cu
         assert api.mode == api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     assert api.mode == before
     assert len(api.named("cuThreadExchangeStreamCaptureMode")) == 2
+
+
+@pytest.mark.parametrize(
+    "method", ["allocate", "free", "make_event", "is_done", "synchronize", "load", "close"]
+)
+def test_no_call_of_any_thread_ends_anothers_capture(
+    api: Script, device: CudaDevice, method: str
+) -> None:
+    """The driver refuses unsafe calls of a thread in the global mode, and ends the capture."""
+    global_mode, modes = api.mode, []
+    arguments: dict[str, Any] = {
+        "allocate": (64,), "free": (device.allocate(64),), "is_done": (Event(3),),
+        "synchronize": (Event(3), 1.0), "load": (b".entry add", "add"),
+    }  # fmt: skip
+    asides = ("cuCtxPushCurrent", "cuCtxPopCurrent", "cuThreadExchangeStreamCaptureMode",
+              "cuDevicePrimaryCtxRelease")  # fmt: skip
+    answer = api.answer
+
+    def record(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        if name not in asides:
+            modes.append(api.mode)
+        return answer(name, arguments)
+
+    api.__dict__["answer"] = record
+    device.make_stream()
+    modes.clear()
+    getattr(device, method)(*arguments.get(method, ()))
+    local = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    assert set(modes) == {local}
+    assert api.mode == global_mode

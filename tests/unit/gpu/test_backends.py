@@ -144,6 +144,18 @@ def test_the_least_staging_memory_serves_a_reduce_scatter() -> None:
     close(found)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.float32])
+def test_any_staging_memory_has_aligned_windows(dtype: Any) -> None:
+    """A GPU fails on operands that are not aligned, and so does the fake."""
+    group = Group(2, 0, 2, staging_nbytes=1_000_003)
+    found = callers(group)
+    xs = [data_of(rank, 700).astype(dtype) for rank in range(2)]
+    for result in together(2, lambda rank: found[rank].allreduce(xs[rank])):
+        np.testing.assert_array_equal(result, np.sum(xs, axis=0))
+    assert [each.taken for each in found] == [[PeerBackend]] * 2
+    close(found)
+
+
 def test_what_was_demanded_and_cannot_be_is_an_error_of_all() -> None:
     group = Group(2, 0, 1, ipc="1")
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.hostgroup import HostGroup
-from support.lookalikes import CUDA, Producer
+from support.lookalikes import CUDA, Interface, Producer
 from support.ranks import TIMEOUT_S, Gathering, PlainKernels, get, put, together
 from support.slow import slow_but
 
@@ -24,10 +24,11 @@ from r2ccl.gpu.peer_connect import connect_peers
 from r2ccl.gpu.peer_memory import PeerMemory
 from r2ccl.gpu.staged import StagedBackend
 from r2ccl.runtime import arguments
+from r2ccl.runtime.arrays.streams import PER_THREAD
 from r2ccl.runtime.async_work import Worker
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, MemoryKind
 from r2ccl.testing.fakedevice.order import Misuse
-from r2ccl.types import ReduceOp
+from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
 class Ending(SignalledStream):
@@ -209,6 +210,55 @@ def test_calls_in_progress_are_limited() -> None:
     later.join(TIMEOUT_S)
     assert len(kept) == 66
     assert calls._worker.drain(TIMEOUT_S)
+
+
+class Third(FakeDevice):
+    """The GPU with the number 3 of its process."""
+
+    @property
+    def ordinal(self) -> int:
+        return 3
+
+
+def test_an_array_without_memory_is_on_any_gpu() -> None:
+    """Its address is null, so the driver cannot tell; the other ranks' calls are not refused."""
+    device = Third(FakeGpu())
+    opened: list[int] = []
+    calls = calls_of(device, [Ending(device)])
+    calls._open_device = lambda ordinal: (opened.append(ordinal), (device, None))[1]  # type: ignore
+    empty = Interface(shape=(0,), typestr="<i8", data=(0, False))
+    out = Producer(shape=(0,), dtype=(0, 64, 1), device=(CUDA, 3))
+    for x, y in ((empty, out), (out, empty), (empty, None)):
+        calls.start(arguments.allreduce(x, y, ReduceOp.SUM), device.caller_stream(), True).wait()
+    assert opened == [3]
+    elsewhere = Producer(shape=(0,), dtype=(0, 64, 1), device=(CUDA, 1))
+    with pytest.raises(InvalidArgument, match="on GPU 1, the output on GPU 3: both must be"):
+        arguments.allreduce(elsewhere, out, ReduceOp.SUM)
+    with pytest.raises(InvalidArgument, match="on GPU 1, but this communicator uses GPU 3"):
+        calls.start(
+            arguments.allreduce(elsewhere, empty, ReduceOp.SUM), device.caller_stream(), True
+        )
+
+
+def test_the_default_stream_of_every_thread_is_waited_for() -> None:
+    """They have the same handle; the memory that each waits on must not be freed before."""
+    device = FakeDevice(FakeGpu())
+    backend, gate = Ending(device), device.allocate_pinned(64)
+    before = DeviceCall(CallSignature(Collective.ALLREDUCE, 0, ReduceOp.SUM, 1), 0, 0)
+    job = backend.begin(before, device.caller_stream())
+    backend.finish(job)
+
+    def late() -> None:
+        device.wait_word(PER_THREAD, int(gate.ctypes.data), 1)
+        backend.hold(PER_THREAD, job.number)
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    backend.hold(PER_THREAD, job.number)
+    assert not backend._let_go(0.05)
+    gate.view(np.uint32)[0] = 1
+    assert backend._let_go(TIMEOUT_S)
 
 
 # On GPUs that wait where the interface allows it

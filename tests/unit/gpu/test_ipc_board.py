@@ -14,6 +14,7 @@ from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.gpu import ipc_board
 from r2ccl.gpu.ipc_board import (
     MESSAGE_NBYTES,
+    MOST_RANKS,
     RANK_NBYTES,
     Fence,
     IpcBoard,
@@ -22,6 +23,12 @@ from r2ccl.gpu.ipc_board import (
 )
 
 NLOCAL = 3
+
+
+@pytest.mark.parametrize("page_nbytes", [4096, 1 << 14, 1 << 16])
+def test_the_memory_of_any_ranks_is_whole_pages(page_nbytes: int) -> None:
+    """A GPU pins whole pages only (`Device.pin`), which have up to 64 KiB on arm64."""
+    assert [n for n in range(1, MOST_RANKS + 1) if n * RANK_NBYTES % page_nbytes] == []
 
 
 def make_boards(fence: Fence | None = None) -> list[IpcBoard]:
