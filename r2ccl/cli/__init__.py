@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The status is 2 after an `R2cclError`; its message is printed on standard error. As in a shell,
     the status is 130 after Ctrl-C, and 141 if the reader of standard output, such as ``head``, has
-    closed it. It is 1 if the output cannot be written because the disk is full, or a resource of the
-    operating system, such as open files, is exhausted.
+    closed it. It is 1 if the output cannot be written because the disk is full, or a resource of
+    the operating system, such as open files, is exhausted.
 
     Parameters
     ----------

@@ -75,7 +75,10 @@ def write_file(path: Path, document: Any) -> None:
 
 
 def shown(words: Sequence[str]) -> list[str]:
-    r"""Return `words` of a command line as JSON can hold them: bytes that are not UTF-8 as ``\xff``."""
+    r"""Return `words` of a command line as JSON can hold them.
+
+    A byte FF, for example, that is not UTF-8 becomes the four characters ``\xff``.
+    """
     return [
         word.encode(errors="surrogateescape").decode(errors="backslashreplace") for word in words
     ]

@@ -140,7 +140,7 @@ def test_output_on_a_full_disk_is_one_line(arguments: list[str], buffering: str)
 
 
 def test_an_exhausted_resource_is_one_line() -> None:
-    program = "ulimit -n 40; exec \"$@\""
+    program = 'ulimit -n 40; exec "$@"'
     ran = subprocess.run(
         ["sh", "-c", program, "sh", *R2CCL, "demo", "-n", "100"],
         capture_output=True,
