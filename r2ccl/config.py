@@ -411,6 +411,9 @@ RANGES: dict[str, tuple[float, float]] = {
 #: Values of ``debug``, which are NCCL's, and the Python logging level that each sets.
 DEBUG_LEVELS = {"": 0, "VERSION": 30, "WARN": 30, "INFO": 20, "ABORT": 20, "TRACE": 10}
 
+#: Fields that name files, whose names may have any bytes but 0.
+_PATHS = ("secret_file", "fault_plan", "dump_file")
+
 #: Allowed values of ``dump_signal``: the signals POSIX leaves to the program, or none.
 DUMP_SIGNALS = ("", "SIGUSR1", "SIGUSR2")
 
@@ -497,8 +500,8 @@ def _typed(field: msgspec.structs.FieldInfo, given: Any) -> Any:
     Raises
     ------
     InvalidArgument
-        If the value has another type, or is an integer too large for a float. A bool is not a
-        number, and text is not parsed.
+        If the value has another type, is an integer too large for a float, or is text that messages
+        to other ranks or system calls cannot hold. A bool is not a number, and text is not parsed.
     """
     kind = field.type
     accepted: Any = {str: str, int: Integral, float: Real}[kind]
@@ -506,7 +509,10 @@ def _typed(field: msgspec.structs.FieldInfo, given: Any) -> Any:
         accepted = (str, Integral)
     if isinstance(given, accepted) and not isinstance(given, bool):
         with contextlib.suppress(OverflowError):  # an int beyond the range of floats
-            return kind(given)
+            value = kind(given)
+            if kind is str:
+                _check_text(field.name, value)
+            return value
     shown = "***" if field.name == "secret" else given
     allowed = f"a value of type {kind.__name__}"
     if kind is not str:
@@ -514,6 +520,19 @@ def _typed(field: msgspec.structs.FieldInfo, given: Any) -> Any:
     elif isinstance(accepted, tuple):
         allowed = f"{allowed}, such as {field.default!r}, or a number"
     raise _bad(field.name, shown, allowed)
+
+
+def _check_text(name: str, value: str) -> None:
+    """Raise InvalidArgument if `value` has a null character or, except in paths, is not UTF-8."""
+    try:
+        value.encode(errors="surrogateescape" if name in _PATHS else "strict")
+    except UnicodeEncodeError:
+        is_text = False
+    else:
+        is_text = "\0" not in value
+    if not is_text:
+        allowed = "text without null characters" + ", in UTF-8" * (name not in _PATHS)
+        raise _bad(name, "***" if name == "secret" else value, allowed)
 
 
 #: Factors of the units that users write after a number of seconds, and after one of bytes.

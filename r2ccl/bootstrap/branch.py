@@ -77,7 +77,7 @@ class Branch:
         self._obstacle = ""
 
     def listen(self, host: str) -> wire.Address:
-        """Listen for the children at numeric address `host`; return the address to connect to.
+        """Listen for the children at `host`, a name or an address; return the numeric address.
 
         Return ``("", 0)`` if this rank has no children. Another call replaces the listening socket.
 
@@ -95,7 +95,8 @@ class Branch:
             self._listening = wire.listen(host)
         except OSError as exc:
             raise cannot_listen(self._rank, host, "rendezvous", exc) from exc
-        return (host, int(self._listening.getsockname()[1]))
+        numeric, port = self._listening.getsockname()[:2]
+        return (str(numeric), int(port))
 
     async def exchange(
         self, own: PeerInfo, secret: Secret, leader: socket.socket, welcome: Welcome

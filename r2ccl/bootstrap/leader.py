@@ -193,8 +193,8 @@ class Leader:
             await self._await_others(lambda: not self._awaited)
         else:
             for info in self._infos.values():
-                self._refuse_loopback(info.rank, info.control_addresses, _CONTROL_ADVICE)
-                self._refuse_loopback(info.rank, info.rails, _RAILS_ADVICE)
+                self._refuse_local(info.rank, info.control_addresses, _CONTROL_ADVICE)
+                self._refuse_local(info.rank, info.rails, _RAILS_ADVICE)
         if self._faults:
             raise _FoundFaults("; ".join(self._faults))
         peers = _with_common_rails(self._infos.values())
@@ -240,8 +240,8 @@ class Leader:
         The listening socket itself may have the address of all interfaces.
         """
         for member in self._members:
-            return str(member.sock.getsockname()[0])
-        return str(listening.getsockname()[0])
+            return wire.local_host(member.sock)
+        return wire.local_host(listening)
 
     # -- first round ------------------------------------------------------------------------
 
@@ -346,23 +346,27 @@ class Leader:
                 f"these must be equal on all ranks: {names}"
             )
         for hello in self._hellos.values():
-            self._refuse_loopback(hello.rank, [hello.address], _CONTROL_ADVICE)
+            self._refuse_local(hello.rank, [hello.address], _CONTROL_ADVICE)
         if self._faults:
             raise _FoundFaults("; ".join(self._faults))
 
-    def _refuse_loopback(self, rank: int, addresses: Iterable[wire.Address], advice: str) -> None:
-        """Record an error if ranks of other hosts would have to use a loopback address of `rank`.
+    def _refuse_local(self, rank: int, addresses: Iterable[wire.Address], advice: str) -> None:
+        """Record an error if ranks of other hosts would have to use an address that is local.
 
-        Ranks of one network namespace reach each other by loopback, whatever their host names are.
+        That is a loopback address, or that of all interfaces. Ranks of one network namespace reach
+        each other by these, whatever their host names are.
         """
         if len({hello.host.partition("/")[2] for hello in self._hellos.values()}) == 1:
             return
-        looped = [host for host, _ in addresses if host and ipaddress.ip_address(host).is_loopback]
-        if looped:
-            self._faults.append(
-                f"rank {rank} on {_name(self._hellos[rank])} gave the other ranks the loopback "
-                f"address {looped[0]}, which other hosts cannot reach: {advice}"
-            )
+        for host, _ in addresses:
+            address = ipaddress.ip_address(host) if host else None
+            if address is not None and (address.is_loopback or address.is_unspecified):
+                kind = "loopback address" if address.is_loopback else "address of all interfaces"
+                self._faults.append(
+                    f"rank {rank} on {_name(self._hellos[rank])} gave the other ranks the {kind} "
+                    f"{host}, which other hosts cannot reach: {advice}"
+                )
+                return
 
     async def _await_progress(self, awaited: Callable[[], str]) -> None:
         """Wait until `_progress` is set; report at growing intervals what rank 0 waits for.

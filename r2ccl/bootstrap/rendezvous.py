@@ -174,7 +174,7 @@ class _Member:
             raise self._unlistenable
         welcome = self._take(Welcome, await wire.receive_message(sock))
         try:
-            own = self._prepare(welcome.is_on_one_host, _own_address(sock))
+            own = self._prepare(welcome.is_on_one_host, wire.local_host(sock))
         except R2cclError as exc:
             await self._report(sock, exc)
             raise
@@ -187,7 +187,7 @@ class _Member:
         Listen at the control address or, if there is none, at the local address of `sock`.
         """
         try:
-            address = branch.listen(self._control_address or _own_address(sock))
+            address = branch.listen(self._control_address or wire.local_host(sock))
         except InvalidArgument as exc:
             self._unlistenable = exc
             address = self._hello.address
@@ -263,10 +263,6 @@ class _Member:
 
     def _where(self) -> str:
         return f"{self._identity.address}:{self._identity.port}"
-
-
-def _own_address(sock: socket.socket) -> str:
-    return str(sock.getsockname()[0])
 
 
 __all__ = ["meet"]

@@ -214,8 +214,12 @@ class _Listeners:
             If the NICs cannot be listed.
         """
         control_address = self._config.control_address or control_address
+        control = self._open(wire.listen, control_address, "control")
+        self._control.append(control)
         try:
-            self.nics = tuple(self._nics_for(self._nranks, is_on_one_host, control_address))
+            # The numeric address, because the setting may be a name.
+            numeric = _address(control)[0]
+            self.nics = tuple(self._nics_for(self._nranks, is_on_one_host, numeric))
             hcas = self._hcas_for()
         except OSError as exc:
             raise TransportError(
@@ -232,7 +236,6 @@ class _Listeners:
         for nic in self.nics:  # `close` closes those that were opened before an error
             self._rails.append(self._open(wire.listen, nic.address, nic.name))
             self._probes.append(self._open(wire.reserve_port, nic.address, nic.name))
-        self._control.append(self._open(wire.listen, control_address, "control"))
         return PeerInfo(
             rank=self._rank,
             host=self._host,

@@ -67,23 +67,38 @@ def open_socket(target_host: str, source: str = "") -> socket.socket:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on numeric address `host`; port 0 takes any free port.
+    """Return a socket that listens on `host`; port 0 takes any free port.
+
+    `host` is a numeric address or, for IPv4, a name, which the resolver may need long to find.
 
     Raises
     ------
     OSError
-        If the process can open no more files, `host` is not an address of this host, or the port is
-        in use or needs privileges.
+        If the process can open no more files, `host` is not an address of this host or cannot be
+        resolved, or the port is in use or needs privileges.
     """
     sock = open_socket(host)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
+        try:
+            sock.bind((host, port))
+        except TypeError as exc:  # of a name that cannot be encoded
+            raise OSError(f"the name is malformed: {exc}") from exc
         sock.listen(BACKLOG)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def local_host(sock: socket.socket) -> str:
+    """Return the numeric local address of `sock`; the IPv4 address if it is IPv4 in IPv6 form.
+
+    A socket that listens at all IPv6 addresses also accepts IPv4 connections, and gives these
+    addresses like ``::ffff:10.0.0.1``.
+    """
+    host = str(sock.getsockname()[0])
+    return host.removeprefix("::ffff:") if "." in host else host
 
 
 def reserve_port(host: str) -> socket.socket:
@@ -300,6 +315,7 @@ __all__ = [
     "frame",
     "limit_silence",
     "listen",
+    "local_host",
     "open_socket",
     "probe_port",
     "reach",

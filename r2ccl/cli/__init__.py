@@ -20,7 +20,7 @@ from typing import Any
 
 from r2ccl.cli.lines import discard_output, has_lost_reader, is_full
 from r2ccl.config import VERSION
-from r2ccl.errors import InvalidArgument, R2cclError
+from r2ccl.errors import InvalidArgument, R2cclError, describe_os_error, is_exhaustion
 
 #: Names of the subcommands, and their lines in ``r2ccl --help``.
 COMMANDS = {
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The status is 2 after an `R2cclError`; its message is printed on standard error. As in a shell,
     the status is 130 after Ctrl-C, and 141 if the reader of standard output, such as ``head``, has
-    closed it. It is 1 if the output cannot be written because the disk is full.
+    closed it. It is 1 if the output cannot be written because the disk is full, or a resource of
+    the operating system, such as open files, is exhausted.
 
     Parameters
     ----------
@@ -73,6 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard_output()
         return 128 + signal.SIGPIPE
     except OSError as exc:
+        if is_exhaustion(exc.errno) and not is_full(exc):
+            why = describe_os_error(exc)
+            print(f"r2ccl: a resource of the operating system is exhausted: {why}", file=sys.stderr)
+            return 1
         if not is_full(exc):
             raise
         discard_output()

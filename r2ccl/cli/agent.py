@@ -139,7 +139,8 @@ class _Agent:
                 try:
                     await self._carry_out(await self._link.receive())
                 except InvalidArgument as exc:
-                    await self._link.send(Refused(str(exc)))
+                    text = str(exc).encode(errors="backslashreplace").decode()
+                    await self._link.send(Refused(text))
 
     async def _carry_out(self, order: ToAgent) -> None:
         if isinstance(order, Resolve):
@@ -155,7 +156,7 @@ class _Agent:
             self._feeding = asyncio.create_task(self._feed(order.data))
 
     async def _start(self, order: Start) -> None:
-        self._ranks = HostRanks(order.share, order.program, self)
+        self._ranks = HostRanks(order.share, order.program(), self)
         await self._ranks.start(self._listener)
         if self._listener is not None:
             self._listener.close()

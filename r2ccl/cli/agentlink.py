@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import struct
 from typing import Any, Generic, TypeVar
 
@@ -73,10 +74,40 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Order to start the ranks of a host."""
+    """Order to start the ranks of a host.
+
+    The fields other than ``share`` are those of the `JobCommand`, with texts as the bytes that the
+    operating system uses: these need not be UTF-8.
+    """
 
     share: JobShare
-    program: JobCommand
+    words: tuple[bytes, ...]
+    is_module: bool
+    env: dict[bytes, bytes]
+    folder: bytes
+    has_stdin: bool
+
+    @classmethod
+    def of(cls, share: JobShare, program: JobCommand) -> Start:
+        """Return the order to run `program` as the ranks of `share`."""
+        return cls(
+            share,
+            tuple(map(os.fsencode, program.words)),
+            program.is_module,
+            {os.fsencode(name): os.fsencode(value) for name, value in program.env.items()},
+            os.fsencode(program.folder),
+            program.has_stdin,
+        )
+
+    def program(self) -> JobCommand:
+        """Return the command to run."""
+        return JobCommand(
+            tuple(map(os.fsdecode, self.words)),
+            self.is_module,
+            {os.fsdecode(name): os.fsdecode(value) for name, value in self.env.items()},
+            os.fsdecode(self.folder),
+            self.has_stdin,
+        )
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

@@ -14,9 +14,9 @@ from r2ccl.errors import InvalidArgument
 #: ``name`` or ``[IPv6 address]``, with or without ``user@`` before it and ``:slots`` after it. A
 #: name does not begin with ``-``, which ssh would take as an option.
 _HOST = re.compile(
-    r"(?P<name>(?:[\w.][\w.-]*@)?(?:\[[\da-fA-F:.]+(?:%\w+)?\]|\w[\w.-]*))(?::(?P<slots>\d+))?"
+    r"(?P<name>(?:[\w.][\w.-]*@)?(?:\[[\da-fA-F:.]+(?:%\w+)?\]|\w[\w.-]*))(?::(?P<slots>\d{1,6}))?"
 )
-_SLOTS = re.compile(r"slots=(?P<slots>\d+)|max[_-]slots=\d+")
+_SLOTS = re.compile(r"slots=(?P<slots>\d{1,6})|max[_-]slots=\d+")
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 

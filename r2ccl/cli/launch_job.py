@@ -31,7 +31,7 @@ from r2ccl.cli import agent, remote
 from r2ccl.cli.hosts import JobHost, parse_hosts, place, read_hostfile
 from r2ccl.cli.lines import LinePrinter, wants_colour
 from r2ccl.cli.rankprocs import HostRanks, JobCommand
-from r2ccl.cli.results import RankEnd, check_file, write_result
+from r2ccl.cli.results import RankEnd, check_file, shown, write_result
 from r2ccl.cli.supervisor import RankGroup, Supervisor
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument
@@ -60,7 +60,8 @@ def start(args: argparse.Namespace) -> int:
         return asyncio.run(_run_here(args, program))
     placed = place(hosts, args.nranks)
     if args.by_hand:
-        print(_by_hand(args, placed, program))
+        # Bytes, because the words of a command need not be text that standard output can encode.
+        sys.stdout.buffer.write(os.fsencode(_by_hand(args, placed, program)) + b"\n")
         return 0
     if args.node_rank is not None:
         return asyncio.run(_run_share(args, placed, program))
@@ -132,7 +133,7 @@ async def _supervise(
         ended = supervisor.statuses
         write_result(
             args.json,
-            command=sys.argv[1:],
+            command=shown(sys.argv[1:]),
             status=status,
             seconds=monotonic() - begun_s,
             failure=supervisor.failure,
@@ -206,6 +207,8 @@ def _words_of(ssh: str) -> list[str]:
 def _master_address(args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]]) -> str:
     """Return the name or address by which the other hosts reach rank 0's host."""
     if args.master_addr:
+        if [args.master_addr] != shown([args.master_addr]):
+            raise InvalidArgument(f"--master-addr {args.master_addr!r}: allowed is text in UTF-8")
         return str(args.master_addr)
     address = placed[0][0].address
     if len(placed) > 1 and address in ("localhost", "127.0.0.1", "::1"):

@@ -280,7 +280,7 @@ async def start(
     shares = (
         JobShare(nranks, group.first, group.count, numeric, found.port, secret) for group in groups
     )
-    orders = (Start(share, program) for share in shares)
+    orders = (Start.of(share, program) for share in shares)
     await asyncio.gather(
         *(group.ask(order, Started) for group, order in zip(groups, orders, strict=True))
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def write_file(path: Path, document: Any) -> None:
         raise _not_written(path, exc.strerror) from exc
 
 
+def shown(words: Sequence[str]) -> list[str]:
+    r"""Return `words` of a command line as JSON can hold them.
+
+    A byte FF, for example, that is not UTF-8 becomes the four characters ``\xff``.
+    """
+    return [
+        word.encode(errors="surrogateescape").decode(errors="backslashreplace") for word in words
+    ]
+
+
 def write_result(path: Path, **fields: Any) -> None:
     """Write a JSON object with the version of r2ccl, and `fields`, to `path`.
 
@@ -90,4 +101,4 @@ def _not_written(path: Path, why: str | None) -> InvalidArgument:
     )
 
 
-__all__ = ["RankEnd", "add_option", "check_file", "write_file", "write_result"]
+__all__ = ["RankEnd", "add_option", "check_file", "shown", "write_file", "write_result"]

@@ -7,6 +7,7 @@ the test.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -109,6 +110,37 @@ def wrap_and_record(inner: Transport, rank: int) -> ReportingTransport:
     return ReportingTransport(inner, reporter)
 
 
+class _Outcome(Exception):
+    """Outcome that a rank has set: the name of a function of pytest, and the reason given to it.
+
+    The exceptions of pytest cannot be sent to another process: they claim to be in ``builtins``.
+    """
+
+
+class _Program:
+    """Function of a test, as a rank runs it: an outcome of pytest becomes an `_Outcome`."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    def __repr__(self) -> str:
+        return repr(self._function)
+
+    def __call__(self) -> Any:
+        try:
+            return self._function()
+        except BaseException as exc:
+            pytest: Any = sys.modules.get("pytest")
+            for name in _OUTCOMES if pytest is not None else ():
+                if isinstance(exc, getattr(pytest, name).Exception):
+                    raise _Outcome(name, str(exc)) from exc
+            raise
+
+
+#: Functions of pytest that set an outcome. The exception of xfail is also one of fail.
+_OUTCOMES = ("skip", "xfail", "fail")
+
+
 class RankRunner:
     """Callable that runs a function of a test on several ranks of this machine.
 
@@ -116,8 +148,7 @@ class RankRunner:
     ----------
     module : module
         Module of the test. Its functions are sent to the ranks by value, so the ranks do not import
-        the module, and a failed assertion in a rank is reported with the same details as in the
-        test.
+        the module, and a failed assertion in a rank shows the values that it compares.
     injection : FaultInjection, optional
         Failures to inject; a run takes those added since the run before. Default: no failures.
     """
@@ -145,10 +176,21 @@ class RankRunner:
             `TransportTimeout`.
         AssertionError
             If a failure that `r2ccl_fail_at` requested did not happen.
+
+        Notes
+        -----
+        ``pytest.skip``, ``pytest.xfail`` and ``pytest.fail`` in a rank set the outcome of the test.
         """
         plan = self._injection.take() if self._injection else None
         variables = {**(env or {}), **(plan.environment() if plan else {})}
-        found = launch(ByValue(fn, self._module), nranks, timeout_s=timeout_s, env=variables)
+        program = ByValue(_Program(fn), self._module)
+        try:
+            found = launch(program, nranks, timeout_s=timeout_s, env=variables)
+        except _Outcome as exc:
+            import pytest  # the rank has it, too
+
+            name, text = exc.args
+            raise getattr(pytest, name).Exception(text) from exc.__cause__
         if plan:
             plan.assert_all_fired()
         return found

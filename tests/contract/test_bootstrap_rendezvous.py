@@ -133,6 +133,65 @@ def test_loopback_is_refused_between_hosts(
         assert advice in str(error)
 
 
+@pytest.mark.parametrize(
+    ("address", "named"),
+    [
+        ("localhost", "loopback address 127.0.0.1"),
+        ("0.0.0.0", "address of all interfaces 0.0.0.0"),
+    ],
+)
+def test_a_local_control_address_is_refused_on_all_ranks(
+    address: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 gives its address to its child in the tree, rank 3, before any other check."""
+    hosts = itertools.chain([f"a/{NEAR}"], itertools.repeat(f"b/{FAR}"))
+    monkeypatch.setattr(startup, "host_id", lambda: next(hosts))
+    with LocalJob(4) as job:
+        errors = join_all(job, {2: {"R2CC_CONTROL_ADDRESS": address}})
+    assert all(isinstance(error, InvalidArgument) for error in errors), errors
+    text = f"rank 2 on [ab] gave the other ranks the {named}"
+    assert all(re.search(text, str(error)) for error in errors), errors
+
+
+def test_a_malformed_control_address_is_named_on_all_ranks() -> None:
+    with LocalJob(4) as job:
+        errors = join_all(job, {2: {"R2CC_CONTROL_ADDRESS": "\u00fc" * 99}})
+    assert all(isinstance(error, InvalidArgument) for error in errors), errors
+    assert all("rank 2: cannot listen at" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("listening", ["127.0.0.1", "::"])
+def test_rails_are_chosen_by_the_numeric_control_address(listening: str) -> None:
+    """The NIC with this address is no rail, so the address must be as NICs have it."""
+    seen: list[str] = []
+
+    def choose(_nranks: int, _is_on_one_host: bool, address: str) -> tuple[Nic, ...]:
+        seen.append(address)
+        return RAILS
+
+    name = {} if listening == "::" else {"control_address": "localhost"}
+    with LocalJob(2) as job, ThreadPoolExecutor(2) as pool:
+        job.listener.close()
+        family = socket.AF_INET6 if listening == "::" else socket.AF_INET
+        address = (listening, job.share.port)
+        job.listener = socket.create_server(address, family=family, dualstack_ipv6=":" in listening)
+        futures = [
+            pool.submit(
+                connect,
+                Config.from_env(environment(job, rank), **name),
+                codec=Codec(Number),
+                nics_for=choose,
+                env=environment(job, rank),
+            )
+            for rank in range(2)
+        ]
+        planes = [future.result(WAIT_S) for future in futures]
+    assert seen == ["127.0.0.1"] * 2
+    for plane in planes:
+        assert [plane.peers[0].control_addresses[0][0]] == ["127.0.0.1"]
+        plane.close(0)
+
+
 def test_ranks_of_one_network_namespace_may_use_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = itertools.chain([f"a/{NEAR}"], itertools.repeat(f"b/{NEAR}"))
     monkeypatch.setattr(startup, "host_id", lambda: next(hosts))

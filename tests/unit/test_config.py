@@ -60,6 +60,20 @@ def test_a_config_refuses_values_of_other_types(name: str, given: Any) -> None:
         Config(**{name: given})
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("failed_nics", "a:\udcff"), ("control_address", "\0"), ("secret_file", "a\0b")],
+)
+def test_text_that_cannot_be_passed_on_is_refused(name: str, given: str) -> None:
+    """Null characters end the text of a system call; other ranks cannot decode other encodings."""
+    with pytest.raises(InvalidArgument, match="allowed is text without null characters"):
+        Config(**{name: given})
+
+
+def test_a_path_may_have_any_bytes() -> None:
+    assert Config(dump_file="/tmp/\udcff").dump_file == "/tmp/\udcff"
+
+
 @pytest.mark.parametrize(("name", "given"), [("mode", 4), ("mode", True), ("shm", 2), ("ipc", 1.0)])
 def test_a_number_that_is_no_value_is_refused(name: str, given: Any) -> None:
     with pytest.raises(InvalidArgument, match=rf"\(R2CC_{name.upper()}\): allowed is"):

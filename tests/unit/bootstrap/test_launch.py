@@ -638,6 +638,16 @@ def test_the_end_of_each_rank_is_written_as_json(
     assert found["failure"].startswith("rank 1: ")
 
 
+def test_a_json_file_has_words_that_are_not_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["-n", "1", "--json", str(tmp_path / "job.json"), "test", "\udcff"]
+    monkeypatch.setattr(sys, "argv", ["r2ccl", "launch", *words])
+    status, _, _ = run_here(monkeypatch, capfd, *words)
+    found = json.loads((tmp_path / "job.json").read_text())
+    assert (status, found["command"][-2:]) == (0, ["test", r"\xff"])
+
+
 def test_a_json_file_that_is_a_named_pipe_is_refused(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

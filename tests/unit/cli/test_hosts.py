@@ -25,7 +25,8 @@ def test_a_host_that_is_listed_twice_has_the_slots_of_both() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a,,b", "-oProxyCommand=x:1", "-l@a", "a:x", "a b", "::1:4", "a;b"]
+    "text",
+    ["", "a,,b", "-oProxyCommand=x:1", "-l@a", "a:x", "a b", "::1:4", "a;b", "a:" + "9" * 5000],
 )
 def test_a_malformed_list_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="allowed is NAME or NAME:SLOTS"):

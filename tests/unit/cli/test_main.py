@@ -139,6 +139,20 @@ def test_output_on_a_full_disk_is_one_line(arguments: list[str], buffering: str)
     assert lines == ["r2ccl: the output cannot be written: No space left on device"]
 
 
+def test_an_exhausted_resource_is_one_line() -> None:
+    program = 'ulimit -n 40; exec "$@"'
+    ran = subprocess.run(
+        ["sh", "-c", program, "sh", *R2CCL, "demo", "-n", "100"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 1
+    [line] = ran.stderr.splitlines()
+    assert line.startswith("r2ccl: a resource of the operating system is exhausted: EMFILE: ")
+
+
 def test_a_pipe_that_is_not_the_output_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise BrokenPipeError

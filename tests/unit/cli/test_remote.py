@@ -107,6 +107,25 @@ def test_each_rank_has_its_place_and_the_secret_is_in_no_command(
     assert stand_ins.logins.read_text() == "127.0.0.3\n"  # this host needs no ssh
 
 
+def test_words_that_are_not_utf8_reach_the_ranks(
+    ssh: str, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Python has U+DCFF in place of the byte FF of an argument, which no encoding has."""
+    program = ("--env", "A=\udcfe", "--", "sh", "-c", 'echo "$0 $A"', "\udcff")
+    assert run("--hosts", HOSTS, "--ssh", ssh, "--tag", "never", *program) == 0
+    assert capfdbinary.readouterr().out == b"\xff \xfe\n" * 2
+    folder = str(tmp_path / "\udcfd")
+    with pytest.raises(InvalidArgument, match=r"directory .*udcfd is not a directory"):
+        run("--hosts", HOSTS, "--ssh", ssh, "--chdir", folder, *program)
+
+
+def test_the_commands_by_hand_have_the_bytes_of_the_words(
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    assert run("--hosts", HOSTS, "--by-hand", "echo", "\udcff", "\u00e9") == 0
+    assert b" echo '\xff' '\xc3\xa9'\n" in capfdbinary.readouterr().out
+
+
 ENDS = {
     "rank": ("exit 7", 7, "r2ccl launch: rank 1: exit status 7"),
     # The agent, once it has said that its ranks run.
@@ -231,7 +250,7 @@ def test_an_agent_that_cannot_go_on_ends_with_its_ranks(
         link = AgentLink[FromAgent](FromAgent, *await asyncio.open_connection(sock=ours))
         other = AgentLink[ToAgent](ToAgent, *await asyncio.open_connection(sock=theirs))
         running = asyncio.create_task(_Agent(other).run())
-        await link.send(Start(share, program))
+        await link.send(Start.of(share, program))
         await link.send(Input(b"x"))
         async with asyncio.timeout(WAIT_S):
             with pytest.raises(OSError, match="cannot go on"):
@@ -315,6 +334,7 @@ def test_the_commands_by_hand_contain_no_secret(
         (["--hosts", HOSTS, "--node-rank", "2", "true"], "allowed is 0 to 1"),
         (["--hosts", HOSTS, "--node-rank", "0", "true"], "no secret is set"),
         (["--hosts", HOSTS, "-n", "3", "true"], "2 slots"),
+        (["--hosts", HOSTS, "--master-addr", "\udcff", "true"], "allowed is text in UTF-8"),
         (["true"], "no number of ranks given"),
     ],
 )

@@ -71,7 +71,24 @@ def test_no_such_rail(r2ccl_ranks, r2ccl_fail_at):
     )
 
 
-def test_an_assertion_in_a_rank_is_as_detailed_as_elsewhere(pytester: pytest.Pytester) -> None:
+def test_a_rank_may_set_the_outcome_of_the_test(pytester: pytest.Pytester) -> None:
+    tests = """
+import pytest
+
+def test_skip(r2ccl_ranks):
+    r2ccl_ranks(lambda: pytest.importorskip("no_such_module"), 2)
+
+def test_xfail(r2ccl_ranks):
+    r2ccl_ranks(lambda: pytest.xfail("known"), 2)
+
+def test_fail(r2ccl_ranks):
+    with pytest.raises(pytest.fail.Exception, match="as told"):
+        r2ccl_ranks(lambda: pytest.fail("as told"), 2)
+"""
+    run_tests(pytester, tests).assert_outcomes(skipped=1, xfailed=1, passed=1)
+
+
+def test_an_assertion_in_a_rank_shows_what_it_compares(pytester: pytest.Pytester) -> None:
     tests = """
 def test_wrong(r2ccl_ranks):
     def compare():
