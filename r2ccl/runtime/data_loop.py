@@ -204,6 +204,15 @@ class DataLoop:
             else:
                 self.wake_followers()
 
+    def give_way(self) -> None:
+        """Let the threads that wait for the loop own it, if there are any.
+
+        For calls that programs repeat in a loop, such as polls: a thread that owns the loop again
+        and again would keep it from blocking calls in other threads. The caller must not own it.
+        """
+        if self._followers or self._newcomers:
+            time.sleep(_GIVE_WAY_S)
+
     def acquire(self) -> None:
         """Become the owner of the data loop; a call in another thread that owns it stands aside.
 

@@ -103,6 +103,11 @@ def test_a_limited_wait_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found == ["TIMEOUT", str(Message(rank, 4, 3))]
 
 
+def test_a_request_frees_its_array_at_the_wait() -> None:
+    sizes = [25, 25, 1_000_001, 1_000_001, 4]
+    assert launch(programs.resized_after_a_wait, 2, timeout_s=TIMEOUT_S) == [sizes] * 2
+
+
 def test_messages_need_no_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("R2CC_EAGER_NBYTES", "0")
     found = launch(programs.without_eager_calls, 2, timeout_s=TIMEOUT_S)

@@ -316,6 +316,31 @@ def waited_for_a_while() -> list[str]:
         return [*found, str(waiting.wait())]
 
 
+def resized_after_a_wait() -> list[int]:
+    """Send and receive arrays, wait, and resize them while the requests are kept.
+
+    Return the sizes of the arrays, and that of one whose message was refused.
+    """
+    with r2ccl.init() as comm:
+        other, kept, arrays = 1 - comm.rank, [], []
+        for nbytes in (24, 1_000_000):
+            x, out = bytearray(nbytes), bytearray(nbytes)
+            kept += [comm.recv(out, other, async_op=True), comm.send(x, other, async_op=True)]
+            for each in kept[-2:]:
+                each.wait()
+            arrays += [x, out]
+        small = bytearray(3)
+        kept.append(comm.recv(small, other, async_op=True))
+        comm.send(bytes(4), other)
+        with suppress(R2cclError):
+            kept[-1].wait()
+        arrays.append(small)
+        comm.recv(bytearray(4), other)
+        for array in arrays:
+            array.append(1)
+        return [len(array) for array in arrays]
+
+
 def without_eager_calls() -> list[tuple[int, float]]:
     """Exchange messages of all kinds where no call is eager."""
     with r2ccl.init() as comm:

@@ -184,7 +184,9 @@ class MessageDriver(MessageProtocol):
         self._next_ident = 0
         self._nreceiving = 0
         #: Envelopes that wait for a free slot, by peer in the job.
-        self._envelopes: dict[int, deque[tuple[memoryview, SendRequest | None]]] = {}
+        self._envelopes: dict[
+            int, deque[tuple[memoryview, SendRequest | ReceiveRequest | None]]
+        ] = {}
         #: Slices to post, in the order of the grants, by link.
         self._outgoing: dict[SendLink, deque[tuple[LinkSend, memoryview]]] = {}
         #: By link: landing places to announce, in the order of the grants; and number of announced
@@ -444,7 +446,7 @@ class MessageDriver(MessageProtocol):
 
     def _put(
         self, to: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
-        payload: memoryview | bytes = b"", request: SendRequest | None = None,
+        payload: memoryview | bytes = b"", request: SendRequest | ReceiveRequest | None = None,
     ) -> None:  # fmt: skip
         peer = self._members[to]
         took = self._report(peer)
@@ -534,11 +536,12 @@ class MessageDriver(MessageProtocol):
         source, nbytes = envelope.source, envelope.nbytes
         peer, lengths = self._members[source], self._cut(source, nbytes)
         packed = b"".join(map(_LENGTH.pack, lengths))
-        self._put(source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes, packed)
+        granted = source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes, packed
         if not nbytes:  # a synchronous message, which has no slices
-            request.is_done = True
+            self._put(*granted, request)
             self._note_busy(source, -1)
             return
+        self._put(*granted)
         self._nreceiving += 1
         at = 0
         for number, length in enumerate(lengths):

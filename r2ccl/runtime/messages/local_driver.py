@@ -39,7 +39,7 @@ class _Waiting(NamedTuple):
     ident: int
     size: int
     payload: memoryview | bytes
-    request: SendRequest | None
+    request: SendRequest | ReceiveRequest | None
 
 
 class LocalDriver(MessageProtocol):
@@ -166,7 +166,7 @@ class LocalDriver(MessageProtocol):
 
     def _put(
         self, to: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
-        payload: memoryview | bytes = b"", request: SendRequest | None = None,
+        payload: memoryview | bytes = b"", request: SendRequest | ReceiveRequest | None = None,
     ) -> None:  # fmt: skip
         queue = self._queues.setdefault(to, deque())
         queue.append(_Waiting(kind, dtype, tag, ident, nbytes, payload, request))
@@ -185,10 +185,11 @@ class LocalDriver(MessageProtocol):
 
     def _grant(self, request: ReceiveRequest, envelope: Envelope) -> None:
         source, nbytes = envelope.source, envelope.nbytes
-        self._put(source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes)
+        granted = source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes
         if not nbytes:  # a synchronous message, which has no data
-            request.is_done = True
+            self._put(*granted, request=request)
             return
+        self._put(*granted)
         self._moves_in(request, source)
         if len(self._incoming[source]) == 1:
             self._receive_next(source)

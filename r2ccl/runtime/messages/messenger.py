@@ -81,9 +81,12 @@ class MessageRequest:
         R2cclError
             If the communicator has ended.
         """
-        found = self._messenger.wait(self._request, timeout_s)
-        self._owner = None
-        return found
+        request = self._request
+        try:
+            return self._messenger.wait(request, timeout_s)
+        finally:
+            if request.is_done:
+                self._owner, request.view = None, _NO_VIEW
 
     def cancel(self) -> bool:
         """Withdraw a receive that has taken no message; return whether it was withdrawn.
@@ -541,6 +544,9 @@ class Messenger(MessageCaller):
         waits = () if peer == ANY else (Wait(peer, what),)
         doing = f"{doing}, {self._told}" if self._told else doing
         return Pending(self._job.rank, doing, self._clock(), caller.since_s, {}, waits, ())
+
+
+_NO_VIEW = memoryview(b"")
 
 
 def _named(what: str, number: int) -> str:

@@ -65,8 +65,8 @@ class NetworkMessages:
     def own(self, fn: Callable[[], Any], *, is_step: bool) -> Any:
         """Call ``fn()`` as the owner of the data loop, send what it posted, and return its result.
 
-        If `is_step`, run the data loop once before the call. An exception of ``fn()`` ends the
-        communicator.
+        If `is_step`, run the data loop once before the call, and let blocking calls in other
+        threads own the loop after it. An exception of ``fn()`` ends the communicator.
         """
         progress = self._loop.progress
 
@@ -78,7 +78,10 @@ class NetworkMessages:
             progress.advance()
             return found
 
-        return self._call(self._caller, run)
+        found = self._call(self._caller, run)
+        if is_step:
+            self._loop.give_way()
+        return found
 
     def wait(self, caller: Caller, is_done: Callable[[], bool], patience: Patience) -> None:
         """Run the data loop until ``is_done()``; see `DataLoop.wait`."""

@@ -209,11 +209,12 @@ class MessageProtocol(ABC):
             f"up to {given} of {dtype_name(request.dtype)}: pass arrays of the same dtype, and a "
             "large enough one to recv(); probe() tells the number of elements"
         )
-        request.is_done = True
-        if envelope.payload is None:
-            text = str(request.error).encode()
-            self._note_busy(envelope.source, -1)
-            self._put(envelope.source, EnvelopeKind.REFUSE, 0, 0, envelope.ident, 0, text)
+        if envelope.payload is not None:
+            request.is_done = True
+            return
+        text = str(request.error).encode()
+        self._note_busy(envelope.source, -1)
+        self._put(envelope.source, EnvelopeKind.REFUSE, 0, 0, envelope.ident, 0, text, request)
 
     # Transfer
 
@@ -235,9 +236,13 @@ class MessageProtocol(ABC):
     @abstractmethod
     def _put(
         self, to: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
-        payload: memoryview | bytes = b"", request: SendRequest | None = None,
+        payload: memoryview | bytes = b"", request: SendRequest | ReceiveRequest | None = None,
     ) -> None:  # fmt: skip
-        """Send an envelope as soon as there is room for it; then `request`, if given, is done."""
+        """Send an envelope as soon as there is room for it; then `request`, if given, is done.
+
+        A receive that ends with an answer to the sender is done only then: the communicator may be
+        closed afterwards, which drops envelopes that wait for room.
+        """
 
     @abstractmethod
     def _grant(self, request: ReceiveRequest, envelope: Envelope) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from support import interrupted
 from support.still import make_engine, plan
 
 from r2ccl.clock import monotonic
 from r2ccl.errors import ConcurrentCalls
+from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.patience import Patience
 
@@ -102,6 +105,34 @@ def test_only_the_owner_asks_whether_a_wait_is_over() -> None:
     other.join(JOIN_S)
     assert aside.is_set()
     assert all(asked)
+
+
+def test_a_poll_lets_a_blocking_call_own_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that polls without pause would keep the loop from the call for seconds."""
+    engine, _ = make_engine()
+    loop, out = engine._loop, np.zeros(1, np.uint8)
+    request = engine.messenger.receive(Buffer(out, 0, 1, 1, 1, out), 1, 7)
+    pauses: list[bool] = []
+
+    def sleep(duration_s: float) -> None:
+        pauses.append(bool(loop._followers) and not loop.owner._is_owned())
+        time.sleep(duration_s)
+
+    monkeypatch.setattr("r2ccl.runtime.data_loop.time", SimpleNamespace(sleep=sleep))
+    asked, is_over = threading.Event(), threading.Event()
+
+    def is_done() -> bool:
+        asked.set()
+        return is_over.is_set()
+
+    other = threading.Thread(target=blocked_call, args=(engine, is_done, loop))
+    other.start()
+    assert asked.wait(JOIN_S)
+    for _ in range(1000):
+        assert not request.is_done()
+    is_over.set()
+    other.join(JOIN_S)
+    assert True in pauses
 
 
 def test_control_c_in_a_probe_ends_the_job() -> None:

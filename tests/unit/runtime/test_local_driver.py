@@ -81,6 +81,25 @@ def test_a_synchronous_send_is_done_once_it_is_received():
             assert each.is_done
 
 
+@pytest.mark.parametrize("dtype", [_F64, 0])
+def test_a_receive_is_done_once_its_answer_is_in_the_ring(dtype):
+    """The communicator may be closed afterwards, which drops frames that wait for room.
+
+    The receiver grants an empty message, or refuses it because of its dtype.
+    """
+    with _drivers() as (sender, receiver):
+        sent = sender.send(memoryview(b""), dtype, 1, 0, is_synchronous=True)
+        _advance(receiver)
+        for _ in range(_NFRAMES):
+            assert receiver.send(_bytes(np.ones(120)), _F64, 0, 5).is_done
+        received = receiver.receive(_bytes(np.zeros(3)), _F64, 0, 0)
+        assert not received.is_done
+        _advance(sender, receiver)
+        assert received.is_done
+        assert sent.is_done
+        assert str(sent.error) == str(received.error)
+
+
 def test_a_message_that_does_not_fit_is_refused_and_not_lost():
     with _drivers() as (sender, receiver):
         short = sender.send(_bytes(np.ones(3)), _F64, 1, 0)
