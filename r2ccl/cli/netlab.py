@@ -169,6 +169,8 @@ def _become(command: list[str]) -> NoReturn:
         os.execvp(command[0], command)
     except OSError as exc:
         raise InvalidArgument(f"cannot run {command[0]!r}: {exc.strerror}") from exc
+    except ValueError as exc:  # the name is empty
+        raise InvalidArgument(f"cannot run {command[0]!r}: {exc}") from exc
 
 
 def _plan(args: argparse.Namespace) -> FaultPlan:

@@ -89,17 +89,28 @@ def test_who_has_entered_builds_labs(user: None, monkeypatch: pytest.MonkeyPatch
     ensure_privileged()
 
 
-def test_enter_runs_a_command_once(tmp_path: Path) -> None:
-    argv = ["netlab", "--enter", "--", sys.executable, "-c", "print('inside')"]
+def entered(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run `command` by ``netlab --enter``; skip the test if the machine allows no namespaces."""
     done = subprocess.run(
-        [sys.executable, "-m", "r2ccl", *argv],
+        [sys.executable, "-m", "r2ccl", "netlab", "--enter", "--", *command],
         capture_output=True,
         text=True,
         timeout=60,
-        cwd=tmp_path,
+        cwd=folder,
         check=False,
     )
     if done.returncode == 69:
         assert len(done.stderr.strip().splitlines()) == 1
         pytest.skip(done.stderr.strip())
+    return done
+
+
+def test_enter_runs_a_command_once(tmp_path: Path) -> None:
+    done = entered(tmp_path, sys.executable, "-c", "print('inside')")
     assert done.stdout == "inside\n", done.stderr
+
+
+def test_enter_refuses_a_command_without_a_name(tmp_path: Path) -> None:
+    done = entered(tmp_path, "")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("r2ccl: cannot run ''"), done.stderr
