@@ -324,7 +324,11 @@ class Planner:
 
     def own(self, schedule: Schedule, nbytes: int, health: Health) -> Choice:
         """Return the choice that runs `schedule`, whose ranks are those of the communicator."""
-        fill = 0 if schedule.name in NOT_TREES else schedule.cost.steps // 2
+        cost = schedule.cost
+        # A schedule of the user may have any name. A channel with one chunk and many steps is a
+        # pipeline, which small slices fill sooner, whatever its name.
+        is_busy = cost.steps <= min(schedule.nchunks) * max(cost.sent, cost.received)
+        fill = 0 if schedule.name in NOT_TREES and is_busy else cost.steps // 2
         candidate = Candidate(schedule.name, schedule, fill)
         placed = put(candidate, self.fabric, self._carried(health))
         return predict(placed, nbytes, self.fabric, self._config)

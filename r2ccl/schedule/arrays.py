@@ -83,8 +83,9 @@ def as_arrays(schedule: Schedule) -> ScheduleArrays:
     Raises
     ------
     ScheduleError
-        If a rank's program has a different number of channels than the schedule, or a field of an
-        op is not an integer that fits its type in `OP_DTYPE`.
+        If a rank's program is no tuple with a tuple per channel or has a different number of
+        channels than the schedule, or if an op is no `Op`, or has a field that is not an integer
+        that fits its type in `OP_DTYPE`.
 
     Notes
     -----
@@ -119,7 +120,7 @@ def as_arrays(schedule: Schedule) -> ScheduleArrays:
 def _pack(ops: tuple[Op, ...], rank: int, channel: int) -> _Block:
     try:
         return _pack_all(ops)
-    except (TypeError, OverflowError):
+    except (AttributeError, TypeError, OverflowError):
         for i, op in enumerate(ops):  # find the op to report
             _pack_alone(op, rank, channel, i)
         raise
@@ -138,10 +139,10 @@ def _pack_all(ops: tuple[Op, ...]) -> _Block:
 def _pack_alone(op: Op, rank: int, channel: int, index: int) -> None:
     try:
         _pack_all((op,))
-    except (TypeError, OverflowError) as exc:
+    except (AttributeError, TypeError, OverflowError) as exc:
         raise ScheduleError(
-            f"{op!r} has a field of the wrong type or size ({exc}): pass integers that fit into 32 "
-            "bits (16 bits for kinds and spaces)",
+            f"{op!r} is no Op, or has a field of the wrong type or size ({exc}): pass integers "
+            "that fit into 32 bits (16 bits for kinds and spaces)",
             rank=rank,
             channel=channel,
             op=index,

@@ -30,7 +30,7 @@ from fractions import Fraction
 
 import msgspec
 
-from r2ccl.errors import InvalidArgument
+from r2ccl.errors import InvalidArgument, ScheduleError
 
 #: Collectives whose buffer consists of one part per rank. No chunk straddles two parts.
 PARTED = frozenset({"allgather", "reduce_scatter", "gather", "scatter", "alltoall"})
@@ -174,9 +174,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     Raises
     ------
     InvalidArgument
-        If `nranks` or a number of chunks is below 1, there is no channel, the number of weights is
-        not the number of channels, a weight is negative, all weights are 0, or `root` is not a
-        rank.
+        If a field is not of its type, `nranks` or a number of chunks is below 1, there is no
+        channel, the number of weights is not the number of channels, a weight is negative, all
+        weights are 0, or `root` is not a rank.
     """
 
     name: str
@@ -189,6 +189,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     root: int = 0
 
     def __post_init__(self) -> None:
+        self._require_types()
         if self.nranks < 1:
             raise InvalidArgument(f"schedule {self.name!r}: nranks={self.nranks}; give 1 or more")
         if min(self.nchunks, default=0) < 1:
@@ -208,6 +209,23 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
                 f"schedule {self.name!r}: weights={self.weights}; give {self.nchannels} weights, "
                 "one per channel, each 0 or more and not all 0"
             )
+
+    def _require_types(self) -> None:
+        """Refuse fields of a wrong type: plans are kept by schedule, and ranks hash its fields."""
+        for field, is_right, wanted in (
+            ("name", isinstance(self.name, str), "a string"),
+            ("collective", isinstance(self.collective, str), "a string"),
+            ("nranks", isinstance(self.nranks, int), "an integer"),
+            ("nchunks", _are_integers(self.nchunks), "a tuple of integers"),
+            ("cost", _is_cost(self.cost), "a Cost of integers and fractions of 0 or more"),
+            ("generate", callable(self.generate), "a function"),
+            ("weights", _are_integers(self.weights), "a tuple of integers"),
+            ("root", isinstance(self.root, int), "an integer"),
+        ):
+            if not is_right:
+                raise InvalidArgument(
+                    f"schedule {self.name!r}: {field} is {getattr(self, field)!r}; give {wanted}"
+                )
 
     @property
     def nchannels(self) -> int:
@@ -242,13 +260,38 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         ------
         InvalidArgument
             If `rank` is not in ``range(nranks)``.
+        ScheduleError
+            If `generate` does not return a tuple with a tuple per channel.
         """
         if not 0 <= rank < self.nranks:
             raise InvalidArgument(
                 f"schedule {self.name!r}: rank={rank}; allowed is 0 to {self.nranks - 1}"
             )
         channels = self.generate(rank)
+        if not _is_row(channels) or not all(map(_is_row, channels)):
+            raise ScheduleError(
+                f"generate({rank}) returned no tuple with a tuple of ops per channel: return one",
+                rank=rank,
+            )
         return RankProgram(rank, self.nranks, self.nparts, self.nchunks, self.weights, channels)
+
+
+def _are_integers(values: object) -> bool:
+    return isinstance(values, tuple) and all(isinstance(each, int) for each in values)
+
+
+def _is_cost(cost: object) -> bool:
+    return (
+        isinstance(cost, Cost)
+        and isinstance(cost.steps, int)
+        and cost.steps >= 0
+        and isinstance(cost.sent, int | Fraction)
+        and isinstance(cost.received, int | Fraction)
+    )
+
+
+def _is_row(values: object) -> bool:
+    return isinstance(values, tuple | list)
 
 
 __all__ = ["APART", "PARTED", "Cost", "Op", "OpKind", "RankProgram", "Schedule", "Space"]

@@ -43,12 +43,15 @@ def table(schedule: Schedule, ranks: Sequence[int] | None = None, channel: int =
     -------
     str
         A cell shows the destination, the operands in order, the indices of the ops that the op
-        waits for (after ``@``), and ``!`` if the op completes a reduction.
+        waits for (after ``@``), and ``!`` if the op completes a reduction. If the program of a rank
+        lacks the channel, the cell says how many it has.
 
     Raises
     ------
     InvalidArgument
         If a rank or the channel does not exist.
+    ScheduleError
+        If the program of a rank is no tuple with a tuple per channel.
 
     Examples
     --------
@@ -67,19 +70,30 @@ def table(schedule: Schedule, ranks: Sequence[int] | None = None, channel: int =
         raise InvalidArgument(f"channel={channel}; allowed is 0 to {schedule.nchannels - 1}")
     columns = []
     for rank in ranks:
-        ops = schedule.program(rank).channels[channel]
-        columns.append([f"rank {rank}", *(_cell(op, rank) for op in ops)])
+        channels = schedule.program(rank).channels
+        if channel < len(channels):
+            cells = [_cell(op, rank) for op in channels[channel]]
+        else:
+            cells = [f"has only {_count(len(channels), 'channel')}"]
+        columns.append([f"rank {rank}", *cells])
     width = 2 + max((len(cell) for column in columns for cell in column), default=0)
     width = max(width, 32)
     lines = [f"channel {channel}"]
     for i in range(max(map(len, columns), default=0)):
-        cells = (column[i] if i < len(column) else "" for column in columns)
+        cells = [column[i] if i < len(column) else "" for column in columns]
         label = "op" if i == 0 else str(i - 1)
         lines.append(f"{label:>4}  {''.join(cell.ljust(width) for cell in cells)}".rstrip())
     return "\n".join(lines)
 
 
 def _cell(op: Op, rank: int) -> str:
+    try:
+        return _text(op, rank)
+    except (AttributeError, TypeError):  # no Op, or a field of a wrong type
+        return repr(op)
+
+
+def _text(op: Op, rank: int) -> str:
     if op.kind not in set(OpKind):
         return repr(op)
     source, target = _memory(op.src_space, op.src), _memory(op.dst_space, op.dst)

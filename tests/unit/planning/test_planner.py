@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 from support import slow
 from support.healths import health
 
-from r2ccl.algos import optcc
+from r2ccl.algos import optcc, tree
 from r2ccl.algos.packed_trees import lower_bound
 from r2ccl.config import ALGOS, Config
 from r2ccl.failover.health.table import WHOLE, Health, RailShare
@@ -287,6 +288,16 @@ def test_a_schedule_of_the_users_own_is_placed_like_others() -> None:
         optcc.allreduce([4, 4, 4, 3], 4, 4), 64 * MIB, health(r1n3=0)
     )
     assert all(edge.number % 4 != 1 for edge in mine.placement.edges if 3 in edge[1:3])
+
+
+@pytest.mark.parametrize("name", ["mine", "ring", "chain", "direct"])
+def test_slices_of_a_users_pipeline_do_not_follow_its_name(name: str) -> None:
+    fabric = Fabric(range(4), 4, (), Rates(20_000, 10**9))
+    lines = tree.allreduce([tree.line(16, 15)] * 4, "line")
+    named = msgspec.structs.replace(lines, name=name)
+    planner, whole = Planner(fabric, Config()), Health.whole(16, 4)
+    wanted = planner.own(lines, 4 * MIB, whole).slice_nbytes
+    assert planner.own(named, 4 * MIB, whole).slice_nbytes == wanted < MIB
 
 
 def test_trees_leave_a_dead_port_alone_and_have_slices_enough() -> None:

@@ -104,6 +104,52 @@ def test_the_table_shows_local_ops_and_nonsense_alike():
     assert "kind=9" in text
 
 
+def test_the_table_shows_ranks_that_lack_the_channel():
+    ring4 = ring.allreduce(4, 2)
+    short = replace(ring4, generate=lambda rank: ring4.generate(rank)[: 2 - rank % 2])
+    lines = table(short, ranks=[0, 1], channel=1).splitlines()
+    assert lines[2].split("in[0]")[1].strip() == "has only 1 channel"
+    assert len(lines) == 2 + 12
+
+
+@pytest.mark.parametrize("wrong", [{"peer": None}, {"peer": "1"}, {"after": 3}, {"kind": []}])
+def test_the_table_shows_fields_of_a_wrong_type(wrong):
+    op = replace(Op(OpKind.RECV_REDUCE, 1, Space.INPUT, 0, Space.OUTPUT, 0), **wrong)
+    assert repr(op) in table(local_only(op))
+
+
+@pytest.mark.parametrize("wrong", [None, ((1, 2), (3,)), (None,), 5, "ab"])
+def test_a_program_of_another_type_is_refused(wrong):
+    schedule = replace(ring.allreduce(4, 2), generate=lambda rank: wrong)
+    with pytest.raises(ScheduleError):
+        as_arrays(schedule)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", ["ring"]),
+        ("collective", ["allreduce"]),
+        ("nranks", 4.0),
+        ("nranks", np.int64(4)),
+        ("nchunks", [4, 4]),
+        ("nchunks", (np.int64(4), np.int64(4))),
+        ("nchunks", 4),
+        ("cost", None),
+        ("cost", Cost(-1, Fraction(1), Fraction(1), 1)),
+        ("cost", Cost(1, None, Fraction(1), 1)),
+        ("generate", None),
+        ("weights", [1, 1]),
+        ("weights", (1.5, 1.0)),
+        ("weights", np.array([1, 1])),
+        ("root", "0"),
+    ],
+)
+def test_a_schedule_refuses_fields_of_another_type(field, value):
+    with pytest.raises(InvalidArgument, match=f"{field} is "):
+        replace(ring.allreduce(4, 2), **{field: value})
+
+
 def test_the_example_in_the_documentation_is_true():
     result = doctest.testmod(show)
     assert (result.attempted > 0, result.failed) == (True, 0)
