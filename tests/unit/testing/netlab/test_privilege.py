@@ -113,4 +113,4 @@ def test_enter_runs_a_command_once(tmp_path: Path) -> None:
 def test_enter_refuses_a_command_without_a_name(tmp_path: Path) -> None:
     done = entered(tmp_path, "")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("r2ccl: cannot run ''"), done.stderr
+    assert done.stderr.startswith("r2ccl netlab: cannot run ''"), done.stderr
