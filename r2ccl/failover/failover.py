@@ -132,6 +132,8 @@ class Failover:
         self._calling: frozenset[int] = frozenset()
         #: Determines what failed; None in the fail-stop baseline.
         self.diagnosis = self._make_diagnosis() if self._config.is_resilient else None
+        if self.diagnosis is not None:
+            self.revocation.on_end.append(self.diagnosis.stop)
         #: Agrees with all ranks on the health that plans use; None in the fail-stop baseline.
         self.agreement = self._make_agreement() if self._config.is_resilient else None
 
