@@ -132,6 +132,8 @@ class Failover:
         self._calling: frozenset[int] = frozenset()
         #: Determines what failed; None in the fail-stop baseline.
         self.diagnosis = self._make_diagnosis() if self._config.is_resilient else None
+        if self.diagnosis is not None:
+            self.revocation.on_end.append(self.diagnosis.stop)
         #: Agrees with all ranks on the health that plans use; None in the fail-stop baseline.
         self.agreement = self._make_agreement() if self._config.is_resilient else None
 
@@ -459,9 +461,10 @@ class Failover:
                 self.diagnosis.suspect(key)
         if self.diagnosis is not None:
             self.diagnosis.tick(now, is_calm=not self.migration.repairing)
-        if self.agreement is not None and not is_leaving:
+        if self.agreement is not None:
+            # Also while this rank leaves: others may still exclude rails, or lose some.
             self.agreement.tick(now)
-            if self._balance is not None and self._balance.update(now):
+            if not is_leaving and self._balance is not None and self._balance.update(now):
                 self._report_bandwidth(self.agreement, self._balance)
         if self._bypasses is not None and not is_leaving:
             self._seek(self._bypasses, peers, now)

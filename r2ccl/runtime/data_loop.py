@@ -733,6 +733,11 @@ class DataLoop:
         message = Revoke(type(exc).__name__, str(exc), self.rank)
         self._revocation.revoke(message, error=without_frames(exc))
 
+    @property
+    def is_closed(self) -> bool:
+        """True if the transport is freed; any thread may read it."""
+        return self._is_closed
+
     def close(self) -> None:
         """Free the transport once the running calls, if any, have ended.
 

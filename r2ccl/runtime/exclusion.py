@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from r2ccl.errors import InvalidArgument, TransportTimeout
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportTimeout
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.health.protocol import COORDINATOR
 from r2ccl.runtime.data_loop import DataLoop
@@ -60,8 +60,8 @@ class Exclusions:
         TransportTimeout
             If the ranks have not agreed within ``R2CC_TIMEOUT_S``.
         CommunicatorRevoked
-            If the communicator has ended. The call in progress, if any, raises the error that ended
-            the communicator.
+            If the communicator has ended, or another thread has closed it. The call in progress, if
+            any, raises the error that ended the communicator.
         """
         job, loop = self._job, self._loop
         agreement, answers = self._failover.agreement, SimpleQueue[str]()
@@ -78,6 +78,8 @@ class Exclusions:
             if loop.error is not None:
                 loop.is_end_known = True
                 raise revoked(job.rank, loop.error)
+            if loop.is_closed:
+                raise CommunicatorRevoked(f"rank {job.rank}: the communicator was closed")
             with suppress(Empty):
                 refusal = answers.get(timeout=_LOOK_S)
                 break

@@ -39,6 +39,15 @@ def test_a_rail_stays_excluded_in_the_communicator_of_survivors() -> None:
     assert found == [[excluded, excluded, ()]] * 3
 
 
+def test_orders_beside_close_are_carried_out_or_raise() -> None:
+    env = {"R2CC_TIMEOUT_S": "30"}
+    first, *others = launch(programs.exclude_beside_close, 3, timeout_s=TIMEOUT_S, env=env)
+    assert first == (0, True)
+    for norders, is_over in others:
+        assert norders >= 6, "the first rank did not carry out the orders"
+        assert is_over
+
+
 def test_an_exclusion_holds_for_all_communicators_of_the_job() -> None:
     found = launch(programs.exclude_for_all_communicators, 3, timeout_s=TIMEOUT_S)
     assert found == [[], [0, 16], [0, 16]]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 
 import numpy as np
@@ -125,6 +126,33 @@ def exclude_then_shrink() -> list[tuple[tuple[int, int], ...]]:
     found.append(comm.known_health().health.excluded)
     comm.close()
     return found
+
+
+def exclude_beside_close() -> tuple[int, bool]:
+    """Exclude and include a rail until `close` ends it; return how often, and if that has ended.
+
+    Rank 0, which coordinates the agreement, closes first.
+    """
+    comm = r2ccl.init(rails=2)
+    norders = 0
+
+    def give_orders() -> None:
+        nonlocal norders
+        with contextlib.suppress(r2ccl.CommunicatorRevoked):
+            while True:
+                (comm.include if norders % 2 else comm.exclude)(comm.rank, 1)
+                norders += 1
+
+    if comm.rank == 0:
+        comm.close()
+        return norders, True
+    thread = threading.Thread(target=give_orders, daemon=True)
+    thread.start()
+    while norders < 6 and thread.is_alive():
+        time.sleep(0.02)
+    comm.close()
+    thread.join(20.0)
+    return norders, not thread.is_alive()
 
 
 def exclude_for_all_communicators() -> list[int]:

@@ -241,6 +241,18 @@ class Diagnosis:
         if case is not None:
             self._forget_questions(case)
 
+    def stop(self) -> None:
+        """End all diagnoses without a verdict, because the communicator has ended.
+
+        The peers close their connections then, which proves nothing about a failure. `verdicts`
+        still returns the verdicts made before.
+        """
+        for case in self._open.values():
+            self._forget_questions(case)
+        self._news.clear()
+        self._open.clear()
+        self._settled.clear()
+
     def suspect(self, key: PathKey) -> None:
         """Begin to diagnose a silent path that is in use.
 

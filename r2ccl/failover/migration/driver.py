@@ -113,6 +113,8 @@ class Migration:
         #: Path of each channel.
         self.routes = Routes(links, homes=context.homes, share=self._share, log=self.log)
         links.on_added(self.routes.begin)
+        #: Channels that used each path that is out of use and not resumed.
+        self._lost: dict[PathKey, tuple[int, ...]] = {}
         #: Peers to be connected again once all their paths, closed as idle, are fenced.
         self._reopening: set[int] = set()
         #: Peers to which no path is up, except those whose paths were closed as idle; and per peer,
@@ -414,15 +416,14 @@ class Migration:
         if not self.up(peer) and peer in self._links.connected:
             self.cut_off.add(peer)
             self.cut_off_since[peer] = failed_s
+        self._lost[path.key] = self.routes.lose(path.key)
         if path.is_idle:
-            self.routes.lose(path.key)
             return
         self.log.failed(path.key, path.epoch, path.cause, failed_s)
         _log.log(
             self._info, "rank %d: taking %s to rank %d out of use: %s",
             self._rank, rail, peer, path.cause,
         )  # fmt: skip
-        self.routes.lose(path.key)
         if self._bypasses is not None and not self._revocation.is_leaving:
             self._bypasses.lost(path.key)
             if peer in self._links.awaited_peers():
@@ -453,7 +454,9 @@ class Migration:
         for receiver in self._links.receivers_from(key.peer):
             receiver.resume(key)
         proposed = announcement.routes if key.peer < self._rank else {}
-        moved = self.routes.reroute(key.peer, proposed)
+        self.routes.reroute(key.peer, proposed)
+        # Some may have got a route before, as another path was resumed or came up.
+        moved = self.routes.rails(key.peer, self._lost.pop(key, ()))
         if not path.is_idle:
             self.log.resumed(key, moved, self._clock())
             self._say_repaired(path, moved)

@@ -34,9 +34,8 @@ class Repair(msgspec.Struct):
         yet, no slice was missing, or the slice arrived before this end resumed. Only the first
         missing slice of each channel counts.
     moved : dict of int to int
-        New rail of each channel that got a new route when this end resumed (`r2ccl.types.BYPASS`
-        for a bypass); empty if none did, or no path was left. A channel that got a route before,
-        because another path came up or a new channel was first used, is left out.
+        Each channel that used the path, and the rail that it had when this end resumed
+        (`r2ccl.types.BYPASS` for a bypass); empty if no channel used the path, or no path was left.
     nbytes_replayed : int
         Payload bytes that this rank sent again.
     restored_s : float
@@ -102,7 +101,7 @@ class RepairLog:
         self._awaited[key] = received
 
     def resumed(self, key: PathKey, moved: dict[int, int], now: float) -> None:
-        """Record that both ends of `key` are fenced and the `moved` channels have new routes."""
+        """Record that both ends of `key` are fenced; `moved` is as in `Repair`."""
         for repair in self._last(key):
             if repair.resumed_s:  # a later failure, announced before this end was open again
                 continue

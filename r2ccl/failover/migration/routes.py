@@ -11,7 +11,7 @@ Not thread-safe. Invariant: until the communicator ends, a route is a path that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from r2ccl.failover.migration.calls import local_channel
 from r2ccl.failover.migration.link import RecvLink, SendLink
@@ -75,11 +75,18 @@ class Routes:
         self._set(peer, channel, self._home(peer, channel))
         self.reroute(peer)
 
-    def lose(self, key: PathKey) -> None:
-        """Remove the routes that use path `key`, which is being fenced."""
-        for (peer, channel), link in self._links.senders.items():
-            if link.route == key:
-                self._set(peer, channel, None)
+    def lose(self, key: PathKey) -> tuple[int, ...]:
+        """Remove the routes that use path `key`, which is being fenced; return their channels."""
+        senders = self._links.senders.items()
+        lost = tuple(channel for (_, channel), link in senders if link.route == key)
+        for channel in lost:
+            self._set(key.peer, channel, None)
+        return lost
+
+    def rails(self, peer: int, channels: Iterable[int]) -> dict[int, int]:
+        """Return the rail of each of `channels` to `peer`; those without a route are left out."""
+        routes = {channel: self._links.senders[peer, channel].route for channel in channels}
+        return {channel: route.rail for channel, route in routes.items() if route is not None}
 
     def proposal(self, peer: int) -> dict[int, int]:
         """Return the rail to propose to `peer` for each channel that has no route to it.
@@ -88,7 +95,7 @@ class Routes:
         """
         return {channel: key.rail for channel, key in self._choose(peer).items()}
 
-    def reroute(self, peer: int, proposed: Mapping[int, int] | None = None) -> dict[int, int]:
+    def reroute(self, peer: int, proposed: Mapping[int, int] | None = None) -> None:
         """Assign routes to the channels to `peer` that have none, and send the waiting frames.
 
         Eager slices, announcements of landing places, and confirmations may wait for a route. If no
@@ -99,11 +106,6 @@ class Routes:
         peer : int
         proposed : mapping of int to int, optional
             Rails that the peer proposes; used where the path is up at this end.
-
-        Returns
-        -------
-        dict of int to int
-            New rail of each channel that had no route; empty if no path to `peer` is up.
         """
         up = self.up(peer)
         routes = self._choose(peer)
@@ -117,7 +119,6 @@ class Routes:
             self._set_going(
                 self._links.senders[peer, channel], self._links.receivers[peer, channel]
             )
-        return {channel: key.rail for channel, key in routes.items()}
 
     def _set_going(self, sender: SendLink, receiver: RecvLink) -> None:
         if sender.route is None:

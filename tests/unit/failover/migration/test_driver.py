@@ -182,6 +182,37 @@ def test_a_failed_path_is_fenced_announced_repaired_and_redialed() -> None:
     assert world.transport.fenced == [A], "going home fences nothing"
 
 
+@pytest.mark.parametrize("is_new", [True, False], ids=["a channel is added", "a path comes up"])
+def test_a_repair_names_channels_that_got_a_route_before(is_new: bool) -> None:
+    world = World(is_open=is_new)
+    if not is_new:
+        world.open(0, 0)
+    for channel in range(4):
+        world.links.sender(1, channel)
+    lost = [channel for channel in range(4) if world.links.senders[1, channel].route == A]
+    world.fail(A)
+    if is_new:
+        world.links.sender(1, 4)
+    else:
+        world.open(1, 0)
+    world.repair(A)
+    (repair,) = world.migration.log.repairs
+    assert repair.moved == dict.fromkeys(lost, 1)
+
+
+def test_each_of_two_repairs_names_its_own_channels() -> None:
+    world = World()
+    for channel in range(2):
+        world.links.sender(1, channel)
+    world.fail(A)
+    world.fail(B)
+    world.repair(A)
+    world.open(0, 1)
+    world.repair(B)
+    first, second = world.migration.log.repairs
+    assert (first.moved, second.moved) == ({}, {1: 0})
+
+
 def test_a_stale_connection_is_closed() -> None:
     world = World()
     world.fail(A)

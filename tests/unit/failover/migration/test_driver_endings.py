@@ -1,7 +1,8 @@
 """Errors that end the communicator, who is told of them, and ranks that leave."""
 
 import msgspec
-from support.failover_world import A, B, World
+import pytest
+from support.failover_world import A, B, World, straight
 
 from r2ccl.errors import CommunicatorRevoked, NoHealthyRail, PeerLost, TransportError
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
@@ -111,6 +112,30 @@ def test_after_an_error_nothing_is_opened_announced_or_dialed() -> None:
     assert world.open(0, 0).is_closed
     world.look(1.0)
     assert (len(world.control.sent), len(world.control.dialed)) == before
+
+
+@pytest.mark.parametrize("is_asked", [True, False], ids=["running", "waiting for its port"])
+def test_after_an_error_no_verdict_is_made(
+    is_asked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World()
+    world.fail(B)
+    world.repair(B)
+    world.look(0.1)
+    assert world.transport.probed.count(straight(B)) >= 1
+    if not is_asked:
+        # The paths that no call waits for follow once no path is being repaired.
+        world.fail(A)
+        world.failover.on_carrier(1, False)
+    world.failover.on_peer_lost(1, "silent", 5.0)
+    if is_asked:
+        world.answer(B, True)
+    else:
+        world.now += 1.0
+        world.repair(A)
+    assert world.failover.diagnosis is not None
+    assert world.failover.diagnosis.verdicts() == ()
+    assert not [each for each in caplog.records if "failed" in each.getMessage()]
 
 
 def test_the_first_reason_wins() -> None:

@@ -100,6 +100,19 @@ def test_an_included_rail_of_a_node_apart_counts_at_once() -> None:
     assert agreement.known.health.share(*OWN) == WHOLE
 
 
+def test_a_rank_that_leaves_still_carries_out_orders_of_others() -> None:
+    world, answers = World(), []
+    order(world, is_excluded=True)
+    world.revocation.leave()
+    agreement = world.failover.agreement
+    assert agreement is not None
+    # Postponed, because the last round has just ended.
+    agreement.exclude([OWN], answers.append, is_excluded=False)
+    world.look(1.0)
+    agreement.on_message(1, Promise(agreement.known.health.version, 0))
+    assert answers == [""]
+
+
 def test_bypasses_of_an_excluded_port_are_fenced_and_sought_anew() -> None:
     world = World()
     world.open(BYPASS, 0)
