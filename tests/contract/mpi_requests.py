@@ -198,6 +198,19 @@ def a_wrong_list_for_startall_starts_nothing(MPI: Any, comm: Any) -> Any:
 
 
 @case
+def a_wrong_request_says_so_once(MPI: Any, comm: Any) -> Any:
+    """Nothing else is reported when the object that the constructor refused is deleted."""
+    reported: list[Any] = []
+    hook, sys.unraisablehook = sys.unraisablehook, reported.append
+    try:
+        MPI.Request("no request")
+    except TypeError:
+        return len(reported)
+    finally:
+        sys.unraisablehook = hook
+
+
+@case
 def null_handles(MPI: Any, comm: Any) -> Any:
     """Those that the constructors make, and those of completed and freed requests."""
 

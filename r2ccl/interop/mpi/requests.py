@@ -96,10 +96,12 @@ class MpiRequest:
     raises `MpiError`.
     """
 
+    _work: Any = None  # for `__del__`, if the constructor refuses its arguments
+
     def __init__(self) -> None:
         self._comm: Any = None
         self._call: Any = None
-        self._work: Any = None
+        self._work = None
 
     @classmethod
     def of(cls, comm: Any, call: Call | MessageCall) -> Self:
