@@ -130,6 +130,59 @@ for each, given in WITH_BUFFERS.items():
             CASES[f"error_of_the_rank_of_{method}"] = call(method, given[0], 9, *given[2:])
 
 
+#: Every method that writes a status: what it is called on, and its arguments before the status.
+WITH_STATUS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    name: lambda MPI, comm, status, name=name: getattr(comm, name)(
+        *([np.zeros(1)] if name in ("Recv", "recv") else []), MPI.PROC_NULL, 0, status
+    )
+    for name in (
+        "Recv", "recv", "Probe", "probe", "Iprobe", "iprobe", "Mprobe", "mprobe", "Improbe",
+        "improbe",
+    )
+}  # fmt: skip
+for each in ("Sendrecv", "Sendrecv_replace", "sendrecv"):
+    WITH_STATUS[each] = lambda MPI, comm, status, name=each: getattr(comm, name)(
+        np.zeros(1), MPI.PROC_NULL, source=MPI.PROC_NULL, status=status
+    )
+for each in ("Wait", "Test", "Get_status", "wait", "test"):
+    WITH_STATUS[f"request_{each}"] = lambda MPI, comm, status, name=each: getattr(
+        comm.Isend(b"", MPI.PROC_NULL), name
+    )(status)
+for each in ("any", "all", "some"):
+    for verb in ("Wait", "Test", "Get_status_", "wait", "test"):
+        WITH_STATUS[f"request_{verb}{each}"] = lambda MPI, comm, status, name=verb + each: getattr(
+            MPI.Request, name
+        )([comm.Isend(b"", MPI.PROC_NULL)], status if name.endswith("any") else [status])
+for name, calling in WITH_STATUS.items():
+    CASES[f"error_of_the_status_of_{name}"] = (
+        lambda MPI, comm, calling=calling: calling(MPI, comm, "no status")
+    )  # fmt: skip
+
+
+@case
+def a_wrong_status_leaves_the_message(MPI: Any, comm: Any) -> Any:
+    out, found = np.zeros(1), []
+    sent = comm.Isend(np.ones(1), comm.rank, 3)
+    matched = comm.Isend(np.ones(1), comm.rank, 4)
+    message = comm.Mprobe(comm.rank, 4)
+    for run in (
+        lambda: comm.Recv(out, comm.rank, 3, "no status"),
+        lambda: comm.Mprobe(comm.rank, 3, "no status"),
+        lambda: message.Recv(out, "no status"),
+        lambda: message.recv("no status"),
+    ):
+        try:
+            run()
+        except TypeError:
+            found.append([out.copy(), bool(message)])
+    found.append(comm.Iprobe(comm.rank, 3))
+    if found[-1]:
+        comm.Recv(out, comm.rank, 3)
+        message.Recv(out)
+    MPI.Request.Waitall([sent, matched])
+    return found
+
+
 @case
 def error_of_a_sum_of_vectors(MPI: Any, comm: Any) -> Any:
     pairs = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()

@@ -163,6 +163,54 @@ def error_of_requests_of_a_generator(MPI: Any, comm: Any) -> Any:
 
 
 @case
+def lists_of_persistent_requests_of_mpi(MPI: Any, comm: Any) -> Any:
+    """Requests of a communicator that is MPI's in both: no request counts once it is completed."""
+    R, out, found = MPI.Request, bytearray(1), []
+    requests = [MPI.COMM_SELF.Send_init(b"x", 0), MPI.COMM_SELF.Recv_init(out, 0)]
+    for wait in (R.Waitany, R.waitany):
+        MPI.Prequest.Startall(requests)
+        found.append([wait(requests) for _ in range(3)])
+    for wait in (R.Waitsome, R.waitsome):
+        MPI.Prequest.Startall(requests)
+        found.append([wait(requests, statuses := []), len(statuses), wait(requests)])
+    for look in (
+        R.Testany, R.testany, R.Testsome, R.testsome, R.Get_status_any, R.Get_status_some,
+    ):  # fmt: skip
+        found.append(look(requests))
+    for each in requests:
+        each.Free()
+    return found, out[0]
+
+
+@case
+def a_wrong_list_for_startall_starts_nothing(MPI: Any, comm: Any) -> Any:
+    first, found = comm.Recv_init(np.zeros(1), comm.rank, 9), []
+    for second in (None, comm.Irecv(np.zeros(1), MPI.PROC_NULL)):
+        try:
+            MPI.Prequest.Startall([first, second])
+        except TypeError:
+            found.append("TypeError")
+        except MPI.Exception as exc:
+            found.append(exc.Get_error_class() == MPI.ERR_REQUEST)
+    found.append(first.Test())
+    first.Free()
+    return found
+
+
+@case
+def a_wrong_request_says_so_once(MPI: Any, comm: Any) -> Any:
+    """Nothing else is reported when the object that the constructor refused is deleted."""
+    reported: list[Any] = []
+    hook, sys.unraisablehook = sys.unraisablehook, reported.append
+    try:
+        MPI.Request("no request")
+    except TypeError:
+        return len(reported)
+    finally:
+        sys.unraisablehook = hook
+
+
+@case
 def null_handles(MPI: Any, comm: Any) -> Any:
     """Those that the constructors make, and those of completed and freed requests."""
 

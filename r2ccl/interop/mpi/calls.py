@@ -47,6 +47,12 @@ class CallOutcome(NamedTuple):
             status.Set_cancelled(self.is_cancelled)
 
 
+def require_status(status: Any) -> None:
+    """Raise TypeError unless `status` is an ``MPI.Status`` or None; called before a call begins."""
+    if not isinstance(status, MPI.Status | None):
+        raise TypeError(f"status={status!r}: an MPI.Status or None is needed")
+
+
 #: Outcome of a call that received no message, except from ``MPI.PROC_NULL``.
 EMPTY = CallOutcome()
 
@@ -124,4 +130,4 @@ def root_of(comm: Any, root: Any) -> int:
     return rank
 
 
-__all__ = ["EMPTY", "Call", "CallOutcome", "nothing", "root_of"]
+__all__ = ["EMPTY", "Call", "CallOutcome", "nothing", "require_status", "root_of"]

@@ -25,6 +25,7 @@ from mpi4py import MPI
 
 from r2ccl import Communicator, MessageRequest, init
 from r2ccl.interop.mpi import exchanges, forms, messages, object_messages, objects, reductions
+from r2ccl.interop.mpi.calls import require_status
 from r2ccl.interop.mpi.errors import MpiError, handled
 from r2ccl.interop.mpi.probes import claim, probe
 from r2ccl.interop.mpi.requests import Unfinished
@@ -283,6 +284,7 @@ class Comm(MPI.Intracomm):
 
         Return the received object.
         """
+        require_status(status)
         with handled(self.mpi):
             outcome = object_messages.sendrecv(
                 self, sendobj, dest, sendtag, recvbuf, source, recvtag

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from r2ccl.interop.mpi.calls import Call
+from r2ccl.interop.mpi.calls import Call, require_status
 from r2ccl.interop.mpi.errors import handled
 from r2ccl.interop.mpi.messages import MessageCall
 from r2ccl.interop.mpi.requests import MpiPrequest, MpiRequest
@@ -61,6 +61,7 @@ def blocking_with_status(make: Make) -> Any:
     def method(self: Any, *args: Any, status: Any = None, **kwargs: Any) -> Any:
         if len(args) == nplain + 1 and status is None:
             *args, status = args  # type: ignore[assignment]
+        require_status(status)
         with handled(self.mpi):
             outcome = make(self, *args, **kwargs).run()
         outcome.write(status)

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from r2ccl import Message
 from r2ccl.interop.mpi.buffers import message
-from r2ccl.interop.mpi.calls import CallOutcome
+from r2ccl.interop.mpi.calls import CallOutcome, require_status
 from r2ccl.interop.mpi.errors import MpiError, handled
 from r2ccl.interop.mpi.messages import (
     NO_MESSAGE,
@@ -31,6 +31,7 @@ def probe(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -
 
     If there is no such message yet, wait for one if `is_blocking`, otherwise return None.
     """
+    require_status(status)
     wanted = wanted_of(comm, source, tag)
     if source == MPI.PROC_NULL:
         found: Message | None = NO_MESSAGE
@@ -52,6 +53,7 @@ def claim(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -
     if source == MPI.PROC_NULL:
         probe(comm, source, tag, status, is_blocking=False)
         return MPI.Message(MPI.MESSAGE_NO_PROC)
+    require_status(status)
     while True:
         with comm.taking:
             found = probe(comm, source, tag, status, is_blocking=False)
@@ -110,6 +112,7 @@ class MpiMessage:
 
     def Recv(self, buf: Any, status: Any = None) -> None:
         """Copy the message into `buf`; raise `MpiError` (``ERR_TRUNCATE``) if it does not fit."""
+        require_status(status)
         with self._handled():
             self._into(buf).run().write(status)
 
@@ -120,6 +123,7 @@ class MpiMessage:
 
     def recv(self, status: Any = None) -> Any:
         """Return the Python object of the message."""
+        require_status(status)
         with self._handled():
             outcome = self.as_object().run()
         outcome.write(status)

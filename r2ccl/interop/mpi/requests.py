@@ -22,13 +22,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from contextlib import AbstractContextManager
+from functools import wraps
 from itertools import zip_longest
 from typing import Any, Self
 from weakref import WeakSet
 
 from mpi4py import MPI
 
-from r2ccl.interop.mpi.calls import EMPTY, Call, CallOutcome
+from r2ccl.interop.mpi.calls import EMPTY, Call, CallOutcome, require_status
 from r2ccl.interop.mpi.errors import MpiError, handled
 from r2ccl.interop.mpi.messages import MessageCall
 
@@ -68,6 +69,25 @@ class Unfinished:
         )
 
 
+def _on_list(method: Callable[..., Any]) -> Any:
+    """Return the class method; if its list has only requests of MPI, MPI's own method runs.
+
+    Only MPI can tell which of its persistent requests are active.
+    """
+
+    @wraps(method)
+    def on_list(cls: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(requests, Sequence) and requests and all(map(_is_of_mpi, requests)):
+            return getattr(MPI.Request, method.__name__)(requests, *args, **kwargs)
+        return method(cls, requests, *args, **kwargs)
+
+    return classmethod(on_list)
+
+
+def _is_of_mpi(request: Any) -> bool:
+    return isinstance(request, MPI.Request)
+
+
 class MpiRequest:
     """Handle of a nonblocking collective or message, in place of ``MPI.Request``.
 
@@ -76,10 +96,12 @@ class MpiRequest:
     raises `MpiError`.
     """
 
+    _work: Any = None  # for `__del__`, if the constructor refuses its arguments
+
     def __init__(self) -> None:
         self._comm: Any = None
         self._call: Any = None
-        self._work: Any = None
+        self._work = None
 
     @classmethod
     def of(cls, comm: Any, call: Call | MessageCall) -> Self:
@@ -119,36 +141,28 @@ class MpiRequest:
 
     def Wait(self, status: Any = None) -> bool:
         """Wait until the call has finished; return True."""
-        self._waited().write(status)
+        self._waited(status)
         return True
 
     def Test(self, status: Any = None) -> bool:
         """Return at once whether the call has finished; if so, complete the request."""
-        outcome = self._tested()
-        if outcome is None:
-            return False
-        outcome.write(status)
-        return True
+        return self._tested(status) is not None
 
     def wait(self, status: Any = None) -> Any:
         """Wait until the call has finished; return the Python object received, or None."""
-        outcome = self._waited()
-        outcome.write(status)
-        return outcome.obj
+        return self._waited(status).obj
 
     def test(self, status: Any = None) -> tuple[bool, Any]:
         """Test like `Test`; return the flag, and the Python object received or None."""
-        outcome = self._tested()
-        if outcome is None:
-            return False, None
-        outcome.write(status)
-        return True, outcome.obj
+        outcome = self._tested(status)
+        return (False, None) if outcome is None else (True, outcome.obj)
 
     def Get_status(self, status: Any = None) -> bool:
         """Return whether the call has finished, without completing the request.
 
         If the call failed, raise `MpiError`.
         """
+        require_status(status)
         if self._work is None:
             EMPTY.write(status)
             return True
@@ -198,19 +212,19 @@ class MpiRequest:
 
     get_status, cancel, free = Get_status, Cancel, Free
 
-    @classmethod
+    @_on_list
     def Get_status_all(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> bool:
         """Return whether all requests have finished, without completing them."""
         return all(
             request.Get_status(status) for request, status in _with_statuses(requests, statuses)
         )
 
-    @classmethod
+    @_on_list
     def Get_status_any(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
         """Return the same index and flag as `Testany`, without completing the request."""
         return _first(requests, status, lambda request: request.Get_status(status))
 
-    @classmethod
+    @_on_list
     def Get_status_some(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> list[int] | None:
@@ -229,13 +243,13 @@ class MpiRequest:
         Get_status_some,
     )
 
-    @classmethod
+    @_on_list
     def Waitall(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> bool:
         """Wait until all requests have finished; return True."""
         _completed(requests, statuses, _wait, is_stopped_by_error=True)
         return True
 
-    @classmethod
+    @_on_list
     def Waitany(cls, requests: Sequence[Any], status: Any = None) -> int:
         """Wait until one request has finished; return its index.
 
@@ -244,10 +258,10 @@ class MpiRequest:
         while True:
             index, is_over = cls.Testany(requests, status)
             if is_over:
-                return index
+                return int(index)
             time.sleep(_PAUSE_S)
 
-    @classmethod
+    @_on_list
     def Waitsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> list[int] | None:
@@ -261,7 +275,7 @@ class MpiRequest:
                 return found
             time.sleep(_PAUSE_S)
 
-    @classmethod
+    @_on_list
     def Testall(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> bool:
         """Return at once whether all requests have finished; if so, complete all of them."""
         if not all(map(_has_finished, _checked(requests))):
@@ -269,7 +283,7 @@ class MpiRequest:
         _completed(requests, statuses, _wait)
         return True
 
-    @classmethod
+    @_on_list
     def Testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
         """Complete one active request that has finished; return its index and True.
 
@@ -277,7 +291,7 @@ class MpiRequest:
         """
         return _first(requests, status, lambda request: request.Test(status))
 
-    @classmethod
+    @_on_list
     def Testsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> list[int] | None:
@@ -290,12 +304,12 @@ class MpiRequest:
             _completed([requests[index] for index in done], statuses, _wait)
         return done
 
-    @classmethod
+    @_on_list
     def waitall(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> list[Any]:
         """Wait until all requests have finished; return the objects received."""
         return _completed(requests, statuses, _wait_for_object, is_stopped_by_error=True)
 
-    @classmethod
+    @_on_list
     def waitany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
         """Wait until one request has finished; return its index and the object received.
 
@@ -307,7 +321,7 @@ class MpiRequest:
                 return index, found
             time.sleep(_PAUSE_S)
 
-    @classmethod
+    @_on_list
     def testall(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[bool, list[Any] | None]:
@@ -316,9 +330,10 @@ class MpiRequest:
             return False, None
         return True, _completed(requests, statuses, _wait_for_object)
 
-    @classmethod
+    @_on_list
     def testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool, Any]:
         """Complete one request like `Testany`; return its index, flag and object received."""
+        require_status(status)
         active = _active(requests)
         for index in active:
             is_over, found = requests[index].test(status)
@@ -328,7 +343,7 @@ class MpiRequest:
             EMPTY.write(status)
         return MPI.UNDEFINED, not active, None
 
-    @classmethod
+    @_on_list
     def waitsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
@@ -342,7 +357,7 @@ class MpiRequest:
                 return indices, found
             time.sleep(_PAUSE_S)
 
-    @classmethod
+    @_on_list
     def testsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
@@ -356,13 +371,15 @@ class MpiRequest:
         some = [requests[index] for index in done]
         return done, _completed(some, statuses, _wait_for_object)
 
-    def _waited(self) -> CallOutcome:
-        return EMPTY if self._work is None else self._complete(None)
+    def _waited(self, status: Any) -> CallOutcome:
+        require_status(status)
+        outcome = EMPTY if self._work is None else self._complete(None)
+        outcome.write(status)
+        return outcome
 
-    def _tested(self) -> CallOutcome | None:
-        if self._work is None:
-            return EMPTY
-        return self._complete(0) if self.has_finished else None
+    def _tested(self, status: Any) -> CallOutcome | None:
+        require_status(status)
+        return self._waited(status) if self.has_finished else None
 
     def _complete(self, timeout_s: float | None) -> CallOutcome:
         try:
@@ -420,6 +437,13 @@ class MpiPrequest(MpiRequest):
     @classmethod
     def Startall(cls, requests: Sequence[Any]) -> None:
         """Start all requests, in the order of the list."""
+        for request in _checked(requests):
+            if not isinstance(request, MpiPrequest | MPI.Prequest):
+                raise MpiError(
+                    "a request in a list for Startall() is not persistent: make it by a method "
+                    "whose name ends in _init",
+                    MPI.ERR_REQUEST,
+                )
         for request in requests:
             request.Start()
 
@@ -450,6 +474,7 @@ def _first(
     If none is done, return MPI.UNDEFINED, and True only if no request is active; `status` is then
     empty.
     """
+    require_status(status)
     active = _active(requests)
     if not active:
         EMPTY.write(status)
@@ -523,6 +548,8 @@ def _with_statuses(
     checked = _checked(requests)
     if isinstance(statuses, list):
         statuses += [MPI.Status() for _ in range(len(checked) - len(statuses))]
+    for status in statuses or ():
+        require_status(status)
     return list(zip_longest(checked, (statuses or [])[: len(checked)]))
 
 
