@@ -89,7 +89,7 @@ class ConvertedOp(msgspec.Struct, frozen=True):
                 wide = out if self.is_wide else np.empty(source.size, np.float32)
                 np.multiply(source.astype(np.float32), factor, out=wide)
                 if not self.is_wide:
-                    out[:] = wide.astype(dtype)
+                    _narrow_float8(wide, out)
 
             return convert
         return lambda source, out: np.multiply(source, factor, out=out)
@@ -101,7 +101,12 @@ def narrower(dtype_code: int) -> Converter:
     if dtype.name in HALVES:
         narrow = callable_of("r2ccl.kernels.half:make_narrower", dtype.name)
         return lambda source, out: narrow(data_of(source), data_of(out), source.size)
-    return lambda source, out: np.copyto(out, source, casting="unsafe")
+    return _narrow_float8
+
+
+def _narrow_float8(source: Array, out: Array) -> None:
+    np.copyto(out, source, casting="unsafe")
+    out[np.isnan(out)] = np.nan  # a NaN of either sign, as everywhere, becomes the quiet NaN
 
 
 def premul_sum(factor: complex) -> ConvertedOp:

@@ -32,7 +32,7 @@ def make_fold(dtype_code: int, op: int) -> Callable[..., int]:
         combine, divide = half.scalar_reducer(dtype.name, step), half.scalar_divider(dtype.name)
         element: Any = np.uint16
     else:
-        combines = _COMBINE | _COMBINE_FLOATS if dtype.kind == "f" else _COMBINE
+        combines = _COMBINE | _COMBINE_OF_KIND.get(dtype.kind, {})
         combine, divide = combines[step], _DIVIDE[dtype.kind]
         element = np.uint8 if dtype.kind == "b" else dtype.type
     itemsize = dtype.itemsize
@@ -104,17 +104,38 @@ def _maximum(x: Any, y: Any) -> Any:
 
 
 @inlined
+def _one_nan(x: Any) -> Any:
+    # Which of two NaNs an addition returns depends on the instructions that LLVM chooses.
+    return x if x == x else type(x)(np.nan)
+
+
+@inlined
+def _float_sum(x: Any, y: Any) -> Any:
+    return _one_nan(x + y)
+
+
+@inlined
+def _float_product(x: Any, y: Any) -> Any:
+    return _one_nan(x * y)
+
+
+@inlined
 def _float_minimum(x: Any, y: Any) -> Any:
-    # If `x` is NaN, the result is `x`; if only `y` is NaN, the result is `y`. If both are zero, the
-    # last line gives -0 if one of them is -0.
+    # If one of them is NaN, so is the result. If both are zero, the last line gives -0 if one of
+    # them is -0.
     found = x if (x < y) | (x != x) else y
-    return -((-x) - y) if (x == 0) & (y == 0) else found
+    return -((-x) - y) if (x == 0) & (y == 0) else _one_nan(found)
 
 
 @inlined
 def _float_maximum(x: Any, y: Any) -> Any:
     found = x if (x > y) | (x != x) else y
-    return x + y if (x == 0) & (y == 0) else found
+    return x + y if (x == 0) & (y == 0) else _one_nan(found)
+
+
+@inlined
+def _complex_sum(x: Any, y: Any) -> Any:
+    return complex(_one_nan(x.real + y.real), _one_nan(x.imag + y.imag))
 
 
 @inlined
@@ -159,9 +180,15 @@ _COMBINE: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.BOR: _or,
     ReduceOp.BXOR: _xor,
 }
-_COMBINE_FLOATS: dict[ReduceOp, Callable[..., Any]] = {
-    ReduceOp.MIN: _float_minimum,
-    ReduceOp.MAX: _float_maximum,
+#: By `dtype.kind`, the operations whose results may be NaN.
+_COMBINE_OF_KIND: dict[str, dict[ReduceOp, Callable[..., Any]]] = {
+    "f": {
+        ReduceOp.SUM: _float_sum,
+        ReduceOp.PROD: _float_product,
+        ReduceOp.MIN: _float_minimum,
+        ReduceOp.MAX: _float_maximum,
+    },
+    "c": {ReduceOp.SUM: _complex_sum},
 }
 
 

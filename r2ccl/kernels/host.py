@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,31 @@ def _complex_product(left: Array, right: Array, out: Array) -> None:
         out[:] = np.multiply(left, right)
     else:
         np.multiply(left, right, out=out)
+
+
+def _with_one_nan(combine: Reducer, dtype: np.dtype[Any]) -> Reducer:
+    """Return `combine` for floats or complex numbers, with the quiet NaN for every NaN.
+
+    Of two NaNs, NumPy and compiled loops return one that depends on where slices are cut and on
+    whether the call is in place: ranks that add the same numbers would get different bits.
+    """
+    real = np.empty(0, dtype).real.dtype
+
+    def reduce_block(left: Array, right: Array, out: Array) -> None:
+        combine(left, right, out)
+        parts = out if real is dtype else out.view(real)
+        # The highest element is a NaN if there is one; to find it takes half the time of a mask.
+        if parts.size and math.isnan(parts[parts.argmax()]):
+            parts[np.isnan(parts)] = np.nan
+
+    def reduce(left: Array, right: Array, out: Array) -> None:
+        if out.size <= _BLOCK:
+            reduce_block(left, right, out)
+            return
+        for start in range(0, out.size, _BLOCK):  # bounds the size of a mask, and stays in cache
+            reduce_block(*(each[start : start + _BLOCK] for each in (left, right, out)))
+
+    return reduce
 
 
 def _pair_reducer(dtype: np.dtype[Any], op: ReduceOp) -> Reducer:
@@ -136,29 +162,31 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
 
     Notes
     -----
-    Integers wrap. MIN and MAX give NaN if either operand is NaN; -0 is below +0. MINLOC and MAXLOC
-    give the pair whose value is NaN, if there is one. Of two pairs with equal values, or with NaN
-    in both, they keep the pair with the lower index. 16-bit and 8-bit floats are computed in
-    float32 and rounded to their own type at every step. NumPy warns about overflow and invalid
+    Integers wrap. MIN and MAX give NaN if either operand is NaN; -0 is below +0. Except in pairs, a
+    result that is NaN has the bits of the quiet NaN, whatever NaNs the operands are. MINLOC and
+    MAXLOC give the pair whose value is NaN, if there is one. Of two pairs with equal values, or
+    with NaN in both, they keep the pair with the lower index. 16-bit and 8-bit floats are computed
+    in float32 and rounded to their own type at every step. NumPy warns about overflow and invalid
     values in float32, float64 and complex, so call the function inside `quiet_context`.
 
     *Cost*: a call of the returned function takes 0.3 µs in addition to the arithmetic (1 µs for
-    16-bit floats, 3 µs for 8-bit floats, 2 µs for MIN and MAX of floats). For a 16-bit or 8-bit
-    float, `reducer` itself loads a compiled loop, in 30 ms the first time in a process and later in
-    some ms; or it compiles the loop, in about 1 s, if no process of this host has stored it. Call
-    `reducer` during planning.
+    16-bit floats, 3 µs for 8-bit floats, 2 µs for other floats and complex numbers). For a 16-bit
+    or 8-bit float, `reducer` itself loads a compiled loop, in 30 ms the first time in a process and
+    later in some ms; or it compiles the loop, in about 1 s, if no process of this host has stored
+    it. Call `reducer` during planning.
     """
     op = check_op(dtype_code, op)
     dtype = dtype_of(dtype_code)
     name = dtype.name
-    if dtype.kind == "c" and op is ReduceOp.PROD:
-        return _complex_product
     if dtype.names is not None:
         return _pair_reducer(dtype, op)
-    if name in ("float32", "float64") and op in (ReduceOp.MIN, ReduceOp.MAX):
-        return _float_extreme(dtype, op)
     if name not in SMALL:
-        return _FUNCTIONS[op]
+        combine = _FUNCTIONS[op]
+        if dtype.kind == "c" and op is ReduceOp.PROD:
+            combine = _complex_product
+        elif dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX):
+            combine = _float_extreme(dtype, op)
+        return _with_one_nan(combine, dtype) if dtype.kind in "fc" else combine
     require_compiled(name)
     op = ReduceOp.SUM if op is ReduceOp.AVG else op
     if name not in HALVES:

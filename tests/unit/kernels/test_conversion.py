@@ -80,6 +80,16 @@ def test_results_are_rounded_to_nearest(dtype: np.dtype[Any]) -> None:
     np.testing.assert_array_equal(out.astype(np.float32), wide.astype(dtype).astype(np.float32))
 
 
+@pytest.mark.parametrize("dtype", SMALL)
+def test_nan_is_rounded_to_one_nan(dtype: np.dtype[Any]) -> None:
+    wide = np.array([np.nan, -np.nan], np.float32)
+    out = np.empty(2, dtype)
+
+    quiet_context().run(narrower(CODES[dtype]), wide, out)
+
+    assert out.tobytes() == wide[[0, 0]].astype(dtype).tobytes()
+
+
 @pytest.mark.parametrize(
     ("name", "factor"), [("float64", 0.1), ("complex64", 2 - 1j), ("int8", -3), ("uint64", 7)]
 )

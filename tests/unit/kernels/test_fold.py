@@ -29,9 +29,11 @@ def _values(code, rank, size=_SIZE):
         info = np.iinfo(dtype)
         return rng.integers(info.min, info.max, size, dtype=dtype, endpoint=True)
     if dtype.kind == "c":
-        return (rng.normal(size=size) + 1j * rng.normal(size=size)).astype(dtype)
+        found = (rng.normal(size=size) + 1j * rng.normal(size=size)).astype(dtype)
+        found.view(found.real.dtype)[::7] = np.nan if rank else -np.nan
+        return found
     found = (rng.normal(size=size) * 10 ** rng.uniform(-3, 3, size)).astype(dtype)
-    found[::7] = np.nan
+    found[::7] = np.nan if rank else -np.nan
     found[1::3] = np.where(rng.integers(0, 2, found[1::3].size), 0.0, -0.0)
     return found
 
