@@ -22,7 +22,7 @@ import msgspec
 
 from r2ccl.bootstrap.auth import Secret
 from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
-from r2ccl.bootstrap.launch import JobShare, LocalJob
+from r2ccl.bootstrap.launch import REMOVED, JobShare, LocalJob
 from r2ccl.bootstrap.launchers import DEFAULT_PORT
 from r2ccl.bootstrap.logs import TERMINAL_VARIABLE
 from r2ccl.bootstrap.master_port import master_port, reserve_port
@@ -78,7 +78,10 @@ def _program(args: argparse.Namespace) -> JobCommand:
     if not args.by_hand:
         # Set even if empty, because this launcher may itself run under another one.
         env = {TERMINAL_VARIABLE: "1" if sys.stdout.isatty() else "", **env}
-    folder = os.path.abspath(os.path.expanduser(args.chdir)) if args.chdir else os.getcwd()
+    try:
+        folder = os.path.abspath(os.path.expanduser(args.chdir or ""))
+    except FileNotFoundError as exc:  # of os.getcwd
+        raise InvalidArgument(f"{REMOVED}: enter another one, or name one with --chdir") from exc
     return JobCommand(tuple(words), is_module, env, folder, args.stdin)
 
 
