@@ -48,8 +48,6 @@ _FAILURE_GRACE_S = 5.0
 _CAUSE_GRACE_S = 1.0
 #: Seconds that a process has to exit after it was signalled or its pipe was closed.
 _TERMINATION_GRACE_S = 2.0
-#: Text of errors if the kernel has no path for the working directory.
-REMOVED = "the working directory of this process was removed"
 
 
 class JobShare(msgspec.Struct, frozen=True):
@@ -286,7 +284,9 @@ class RankProcesses:
         try:
             preparation = spawn.get_preparation_data("r2ccl-rank")
         except FileNotFoundError as exc:  # of os.getcwd
-            raise InvalidArgument(f"{who}: {REMOVED}: enter another one") from exc
+            raise InvalidArgument(
+                f"{who}: the working directory of this process was removed: enter another one"
+            ) from exc
         # The key is an AuthenticationString, which can be pickled only while multiprocessing starts
         # a process; plain bytes can always be pickled.
         preparation["authkey"] = bytes(preparation["authkey"])

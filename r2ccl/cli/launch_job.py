@@ -22,7 +22,7 @@ import msgspec
 
 from r2ccl.bootstrap.auth import Secret
 from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
-from r2ccl.bootstrap.launch import REMOVED, JobShare, LocalJob
+from r2ccl.bootstrap.launch import JobShare, LocalJob
 from r2ccl.bootstrap.launchers import DEFAULT_PORT
 from r2ccl.bootstrap.logs import TERMINAL_VARIABLE
 from r2ccl.bootstrap.master_port import master_port, reserve_port
@@ -81,7 +81,9 @@ def _program(args: argparse.Namespace) -> JobCommand:
     try:
         folder = os.path.abspath(os.path.expanduser(args.chdir or ""))
     except FileNotFoundError as exc:  # of os.getcwd
-        raise InvalidArgument(f"{REMOVED}: enter another one, or name one with --chdir") from exc
+        raise InvalidArgument(
+            "the working directory was removed: enter another one, or name one with --chdir"
+        ) from exc
     return JobCommand(tuple(words), is_module, env, folder, args.stdin)
 
 

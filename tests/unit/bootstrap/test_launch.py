@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -291,7 +292,7 @@ def test_a_removed_working_directory_is_named(tmp_path: Path, start: str) -> Non
     """
     (tmp_path / "gone").mkdir()
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True)
-    assert b"the working directory of this process was removed: enter another" in ran.stderr
+    assert re.search(b"the working directory .*was removed: enter another", ran.stderr)
 
 
 def test_a_server_that_exits_early_leaves_none_open(capfd: pytest.CaptureFixture[str]) -> None:
