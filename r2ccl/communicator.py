@@ -1401,7 +1401,8 @@ class Communicator:
         alone: `close` waits for the calls and messages of this rank only, and the shared
         connections stay open, unless asynchronous calls do not end in time: then all communicators
         are revoked. After `close`, even if it raises, no call writes to an array any more, except a
-        call that cannot be ended, for which an error is logged.
+        call that cannot be ended, for which an error is logged. While Python ends, as in a
+        ``__del__`` method that runs then, `close` waits for nothing, and a warning is logged.
 
         Raises
         ------

@@ -88,6 +88,10 @@ class JobShare(msgspec.Struct, frozen=True):
 class LocalJob:
     """Rendezvous socket and secret shared by n ranks on this machine; a context manager.
 
+    Until `close`, standard streams that this process has closed are /dev/null. Otherwise a socket
+    or pipe of the job would get the descriptor of such a stream, and ranks would write their output
+    to it or get /dev/null instead of it.
+
     Parameters
     ----------
     nranks : int
@@ -114,7 +118,10 @@ class LocalJob:
             self.nranks = 0
         if self.nranks < 1:
             raise InvalidArgument(f"nranks={nranks!r}: an integer of at least 1 is needed")
-        self.listener = socket.create_server(("127.0.0.1", 0))
+        with contextlib.ExitStack() as opened:
+            _open_standard_streams(opened)
+            self.listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            self._opened = opened.pop_all()
         port = self.listener.getsockname()[1]
         secret = secrets.token_hex(SECRET_NBYTES)
         self.share = JobShare(self.nranks, 0, self.nranks, "127.0.0.1", port, secret)
@@ -127,7 +134,7 @@ class LocalJob:
 
     def close(self) -> None:
         """Close the rendezvous socket in this process; call it when all ranks are started."""
-        self.listener.close()
+        self._opened.close()
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the environment variables of `rank`; see `JobShare.environment`."""
@@ -177,8 +184,8 @@ def launch(
     InvalidArgument
         If `nranks` is no integer of at least 1, `timeout_s` is no number, or `env` has a name or a
         value that no variable can have; if `fn` is not callable or cannot be pickled, or a result
-        cannot be pickled and unpickled; or if the main script calls `launch` while another process
-        imports it.
+        cannot be pickled and unpickled; if the working directory was removed; or if the main script
+        calls `launch` while another process imports it.
     OSError
         If this process cannot open sockets and pipes, or start another process.
     KeyboardInterrupt
@@ -243,8 +250,9 @@ class RankProcesses:
     ------
     InvalidArgument
         If `function` is not callable or cannot be pickled, or `env` has a name or a value that no
-        variable can have. Also in a child process that is importing the main script: a script
-        without ``if __name__ == "__main__"`` would start ranks recursively.
+        variable can have, or the working directory was removed. Also in a child process that is
+        importing the main script: a script without ``if __name__ == "__main__"`` would start ranks
+        recursively.
     R2cclError
         If the server exits early.
     OSError
@@ -273,7 +281,12 @@ class RankProcesses:
                 f"{who}: the main script starts ranks while another process imports it: put this "
                 "call, and all that must run only once, below if __name__ == '__main__':"
             )
-        preparation = spawn.get_preparation_data("r2ccl-rank")
+        try:
+            preparation = spawn.get_preparation_data("r2ccl-rank")
+        except FileNotFoundError as exc:  # of os.getcwd
+            raise InvalidArgument(
+                f"{who}: the working directory of this process was removed: enter another one"
+            ) from exc
         # The key is an AuthenticationString, which can be pickled only while multiprocessing starts
         # a process; plain bytes can always be pickled.
         preparation["authkey"] = bytes(preparation["authkey"])
@@ -450,6 +463,16 @@ class RankProcesses:
     def _end_server(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+def _open_standard_streams(opened: contextlib.ExitStack) -> None:
+    """Open /dev/null, which children inherit, for each closed standard stream of this process."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed, so the kernel gives out this number next
+            opened.callback(os.close, placeholder := os.open(os.devnull, os.O_RDWR))
+            os.set_inheritable(placeholder, True)
 
 
 def _pipe(

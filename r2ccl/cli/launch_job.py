@@ -79,7 +79,12 @@ def _program(args: argparse.Namespace) -> JobCommand:
     if not args.by_hand:
         # Set even if empty, because this launcher may itself run under another one.
         env = {TERMINAL_VARIABLE: "1" if sys.stdout.isatty() else "", **env}
-    folder = os.path.abspath(os.path.expanduser(args.chdir)) if args.chdir else os.getcwd()
+    try:
+        folder = os.path.abspath(os.path.expanduser(args.chdir or ""))
+    except FileNotFoundError as exc:  # of os.getcwd
+        raise InvalidArgument(
+            "the working directory was removed: enter another one, or name one with --chdir"
+        ) from exc
     return JobCommand(tuple(words), is_module, env, folder, args.stdin)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -283,8 +284,21 @@ class Job:
         (`is_below`). A blocking call that waits behind asynchronous calls counts as one of them: it
         is waited for, and so is a call of this method for the same communicator in another thread.
         Do nothing in a forked process: a thread of the parent may have held any lock at the fork.
+        Do not wait while Python ends, because the control thread does not run any more: then only
+        refuse calls.
         """
         if self.is_forked:
+            return
+        if sys.is_finalizing():
+            is_awaited = self.nranks > 1 and self.engine.error is None
+            if is_awaited and not participant.is_closed:
+                _log.warning(
+                    "rank %d: close() was called while Python ends, for example in a __del__ "
+                    "method, when it cannot wait for the other ranks any more; they may report "
+                    "this rank as lost: call close() before, or in a function of atexit",
+                    self.rank,
+                )
+            participant.refuse(self.closed)
             return
         if self.is_below:  # the interrupted call may be the one that another thread's close awaits
             self._abort_for_close()
@@ -403,9 +417,9 @@ class Job:
 
         `deadline_s`, in seconds, is also the timeout of the cleanup's steps. In a signal handler
         that interrupted a call, wait only until the control plane is closed. Do nothing in a forked
-        process.
+        process, or while Python ends, when the thread of the cleanup does not run any more.
         """
-        if self.is_forked:
+        if self.is_forked or sys.is_finalizing():
             return
         if self._signal_dump is not None:
             self._signal_dump.close()

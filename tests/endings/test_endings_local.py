@@ -104,6 +104,34 @@ def test_after_an_error_the_callers_arrays_are_let_go() -> None:
     assert launch(lets_go, 3, timeout_s=TIMEOUT_S) == [[True]] * 3
 
 
+CLOSED_BY_DEL = """
+import numpy as np
+import r2ccl
+
+class Owner:
+    def __init__(self):
+        self.comm = r2ccl.init()
+
+    def __del__(self):
+        self.comm.close()
+
+owner = Owner()
+owner.comm.allreduce(np.ones(1000))
+owner.itself = owner  # so that only the end of Python deletes it
+"""
+
+
+@pytest.mark.parametrize("shm", ["0", "auto"])
+def test_close_while_python_ends_waits_for_nothing(shm: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(CLOSED_BY_DEL)
+    env = {**os.environ, "R2CC_SHM": shm, "R2CC_INIT_TIMEOUT_S": "20"}
+    command = [sys.executable, "-m", "r2ccl", "launch", "-n", "2", str(tmp_path / "program.py")]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=2 * TIMEOUT_S)
+    assert ran.returncode == 0
+    assert "close() was called while Python ends" in ran.stdout
+    assert "TransportTimeout" not in ran.stdout
+
+
 def returns_early() -> bool:
     """Return whether unsent eager data leaves while its sender runs other work.
 

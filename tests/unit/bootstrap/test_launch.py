@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -249,6 +250,49 @@ def test_a_launch_without_descriptors_leaves_none_open(
     with no_descriptor_left(spare), pytest.raises(OSError, match="Too many open files") as caught:
         launch(os.getpid, 4)
     assert open_descriptors() == before, caught  # whose traceback holds what the call has made
+
+
+def test_ranks_start_if_standard_streams_are_closed(tmp_path: Path) -> None:
+    code = f"""if 1:
+        import os
+        from functools import partial
+        from r2ccl.bootstrap.launch import launch
+        from r2ccl.bootstrap.pool import launch_pool
+
+        for closed in ((0,), (1,), (2,), (0, 1, 2)):
+            if not os.fork():
+                for number in closed:
+                    os.close(number)
+                met = "__import__('r2ccl').init().nranks, print('hello', flush=True)"
+                found = [launch(partial(eval, met), 2)]
+                with launch_pool(2) as pool:
+                    found.append(pool.run(lambda comm: (comm.nranks, print("hello", flush=True))))
+                with open({str(tmp_path / "found")!r}, "a") as file:
+                    print(found == [[(2, None)] * 2] * 2, file=file)
+                os._exit(0)
+            os.wait()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    assert (tmp_path / "found").read_text() == "True\n" * 4
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["launch(print, 1)", "launch_pool(1)", "raise SystemExit(main(['launch', '-n', '1', 'true']))"],
+)
+def test_a_removed_working_directory_is_named(tmp_path: Path, start: str) -> None:
+    code = f"""if 1:
+        import os
+        from r2ccl.bootstrap.launch import launch
+        from r2ccl.bootstrap.pool import launch_pool
+        from r2ccl.cli import main
+
+        os.rmdir(os.getcwd())
+        {start}
+    """
+    (tmp_path / "gone").mkdir()
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True)
+    assert re.search(b"the working directory .*was removed: enter another", ran.stderr)
 
 
 def test_a_server_that_exits_early_leaves_none_open(capfd: pytest.CaptureFixture[str]) -> None:
