@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +171,12 @@ def test_rails_are_chosen_by_the_numeric_control_address(listening: str) -> None
         return RAILS
 
     name = {} if listening == "::" else {"control_address": "localhost"}
-    with LocalJob(2) as job, ThreadPoolExecutor(2) as pool:
+    with ExitStack() as stack, LocalJob(2) as job, ThreadPoolExecutor(2) as pool:
         job.listener.close()
         family = socket.AF_INET6 if listening == "::" else socket.AF_INET
         address = (listening, job.share.port)
         job.listener = socket.create_server(address, family=family, dualstack_ipv6=":" in listening)
+        stack.enter_context(job.listener)
         futures = [
             pool.submit(
                 connect,
