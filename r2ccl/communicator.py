@@ -1266,7 +1266,7 @@ class Communicator:
         TransportTimeout
             If not all ranks have agreed within ``R2CC_TIMEOUT_S``.
         CommunicatorRevoked
-            If the communicator has ended.
+            If the communicator has ended, or another thread closes it meanwhile.
         ConcurrentCalls
             If this is called in a signal handler that interrupted a blocking call.
 
@@ -1296,10 +1296,10 @@ class Communicator:
 
         Notes
         -----
-        *Local*: uses the newest health that this rank knows. The next allreduce may be planned with
-        an older health, because a new one is used only from an agreed collective on, or with a
-        newer one that arrives before the call; all ranks use the same version for a call. The
-        schedules are those of the network; an allreduce in shared memory runs none of them.
+        *Local*: uses the newest health that this rank knows. All ranks plan an allreduce with the
+        same health, which may differ: it is older if the newest applies only from a later
+        collective on, and newer if one arrives before the call. The schedules are those of the
+        network; an allreduce in shared memory runs none of them.
         """
         return self._participant.explain(nbytes)
 

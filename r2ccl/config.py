@@ -411,8 +411,8 @@ RANGES: dict[str, tuple[float, float]] = {
 #: Values of ``debug``, which are NCCL's, and the Python logging level that each sets.
 DEBUG_LEVELS = {"": 0, "VERSION": 30, "WARN": 30, "INFO": 20, "ABORT": 20, "TRACE": 10}
 
-#: Fields that name files, whose names may have any bytes but 0.
-_PATHS = ("secret_file", "fault_plan", "dump_file")
+#: Fields that are names of files, which may have any bytes but 0.
+_FILES = ("secret_file", "fault_plan", "dump_file")
 
 #: Allowed values of ``dump_signal``: the signals POSIX leaves to the program, or none.
 DUMP_SIGNALS = ("", "SIGUSR1", "SIGUSR2")
@@ -523,15 +523,15 @@ def _typed(field: msgspec.structs.FieldInfo, given: Any) -> Any:
 
 
 def _check_text(name: str, value: str) -> None:
-    """Raise InvalidArgument if `value` has a null character or, except in paths, is not UTF-8."""
+    """Refuse a value with a null character or, unless it names a file, one that is not UTF-8."""
+    is_file = name in _FILES
+    is_text = "\0" not in value
     try:
-        value.encode(errors="surrogateescape" if name in _PATHS else "strict")
+        value.encode(errors="surrogateescape" if is_file else "strict")
     except UnicodeEncodeError:
         is_text = False
-    else:
-        is_text = "\0" not in value
     if not is_text:
-        allowed = "text without null characters" + ", in UTF-8" * (name not in _PATHS)
+        allowed = "text without null characters" + ("" if is_file else ", in UTF-8")
         raise _bad(name, "***" if name == "secret" else value, allowed)
 
 

@@ -39,10 +39,9 @@ class Roles(NamedTuple):
 
 
 def choose(bandwidths: Sequence[int]) -> Roles:
-    """Choose the core of fast ranks, and the share that each leaf relays, for the least time.
+    """Choose the core, and the share that each leaf relays, for the least time.
 
-    A core has all ranks whose bandwidth reaches some bound; other cores, such as one without a rank
-    that is faster than the rest, are not tried.
+    Only cores that contain all ranks with at least some bandwidth are tried.
 
     Parameters
     ----------

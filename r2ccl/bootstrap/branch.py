@@ -95,8 +95,7 @@ class Branch:
             self._listening = wire.listen(host)
         except OSError as exc:
             raise cannot_listen(self._rank, host, "rendezvous", exc) from exc
-        numeric, port = self._listening.getsockname()[:2]
-        return (str(numeric), int(port))
+        return wire.address_of(self._listening)
 
     async def exchange(
         self, own: PeerInfo, secret: Secret, leader: socket.socket, welcome: Welcome

@@ -88,9 +88,9 @@ class JobShare(msgspec.Struct, frozen=True):
 class LocalJob:
     """Rendezvous socket and secret shared by n ranks on this machine; a context manager.
 
-    Until `close`, standard streams that this process has closed are /dev/null. Otherwise a socket
-    or pipe of the job would get the descriptor of such a stream, and ranks would write their output
-    to it or get /dev/null instead of it.
+    If this process has closed a standard stream, /dev/null is opened in its place until `close`.
+    Otherwise, a socket or pipe of the job would get the stream's descriptor: ranks would write
+    their output to it, or /dev/null would replace it in a rank.
 
     Parameters
     ----------
@@ -133,7 +133,10 @@ class LocalJob:
         self.close()
 
     def close(self) -> None:
-        """Close the rendezvous socket in this process; call it when all ranks are started."""
+        """Close the rendezvous socket in this process; call it when all ranks are started.
+
+        Also close what was opened in place of closed standard streams.
+        """
         self._opened.close()
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -471,7 +474,8 @@ def _open_standard_streams(opened: contextlib.ExitStack) -> None:
         try:
             os.fstat(number)
         except OSError:  # closed, so the kernel gives out this number next
-            opened.callback(os.close, placeholder := os.open(os.devnull, os.O_RDWR))
+            placeholder = os.open(os.devnull, os.O_RDWR)
+            opened.callback(os.close, placeholder)
             os.set_inheritable(placeholder, True)
 
 

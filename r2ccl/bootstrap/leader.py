@@ -193,8 +193,8 @@ class Leader:
             await self._await_others(lambda: not self._awaited)
         else:
             for info in self._infos.values():
-                self._refuse_local(info.rank, info.control_addresses, _CONTROL_ADVICE)
-                self._refuse_local(info.rank, info.rails, _RAILS_ADVICE)
+                self._refuse_unreachable(info.rank, info.control_addresses, _CONTROL_ADVICE)
+                self._refuse_unreachable(info.rank, info.rails, _RAILS_ADVICE)
         if self._faults:
             raise _FoundFaults("; ".join(self._faults))
         peers = _with_common_rails(self._infos.values())
@@ -346,21 +346,23 @@ class Leader:
                 f"these must be equal on all ranks: {names}"
             )
         for hello in self._hellos.values():
-            self._refuse_local(hello.rank, [hello.address], _CONTROL_ADVICE)
+            self._refuse_unreachable(hello.rank, [hello.address], _CONTROL_ADVICE)
         if self._faults:
             raise _FoundFaults("; ".join(self._faults))
 
-    def _refuse_local(self, rank: int, addresses: Iterable[wire.Address], advice: str) -> None:
-        """Record an error if ranks of other hosts would have to use an address that is local.
+    def _refuse_unreachable(
+        self, rank: int, addresses: Iterable[wire.Address], advice: str
+    ) -> None:
+        """Record an error if ranks of other hosts cannot reach `rank` at one of `addresses`.
 
-        That is a loopback address, or that of all interfaces. Ranks of one network namespace reach
-        each other by these, whatever their host names are.
+        These are loopback addresses, and that of all interfaces. Ranks of one network namespace can
+        use them, whatever their host names are.
         """
         if len({hello.host.partition("/")[2] for hello in self._hellos.values()}) == 1:
             return
-        for host, _ in addresses:
-            address = ipaddress.ip_address(host) if host else None
-            if address is not None and (address.is_loopback or address.is_unspecified):
+        for host in (host for host, _ in addresses if host):
+            address = ipaddress.ip_address(host)
+            if address.is_loopback or address.is_unspecified:
                 kind = "loopback address" if address.is_loopback else "address of all interfaces"
                 self._faults.append(
                     f"rank {rank} on {_name(self._hellos[rank])} gave the other ranks the {kind} "

@@ -218,7 +218,7 @@ class _Listeners:
         self._control.append(control)
         try:
             # The numeric address, because the setting may be a name.
-            numeric = _address(control)[0]
+            numeric = wire.address_of(control)[0]
             self.nics = tuple(self._nics_for(self._nranks, is_on_one_host, numeric))
             hcas = self._hcas_for()
         except OSError as exc:
@@ -240,9 +240,9 @@ class _Listeners:
             rank=self._rank,
             host=self._host,
             pid=os.getpid(),
-            control_addresses=tuple(map(_address, self._control)),
-            rails=tuple(map(_address, self._rails)),
-            probe_ports=tuple(_address(sock)[1] for sock in self._probes),
+            control_addresses=tuple(map(wire.address_of, self._control)),
+            rails=tuple(map(wire.address_of, self._rails)),
+            probe_ports=tuple(wire.address_of(sock)[1] for sock in self._probes),
             hcas=hcas,
             nlast_resorts=sum(nic.is_last_resort for nic in self.nics),
             interfaces=tuple(nic.name for nic in self.nics),
@@ -257,7 +257,7 @@ class _Listeners:
         The control listener follows the listeners of the rails. The caller owns the sockets.
         """
         parts = zip(self.nics, self._rails, self._probes, strict=True)
-        by_address = {_address(sock): (nic, sock, probes) for nic, sock, probes in parts}
+        by_address = {wire.address_of(sock): (nic, sock, probes) for nic, sock, probes in parts}
         used = [by_address.pop(address) for address in agreed.rails]
         for _, *unused in by_address.values():
             for sock in unused:
@@ -277,11 +277,6 @@ class _Listeners:
             return make(address)
         except OSError as exc:
             raise cannot_listen(self._rank, address, what, exc) from exc
-
-
-def _address(sock: socket.socket) -> wire.Address:
-    host, port = sock.getsockname()[:2]
-    return (str(host), int(port))
 
 
 __all__ = ["HcasFor", "NicsFor", "connect", "unknown", "warn_of_unknown"]

@@ -184,18 +184,15 @@ def _open(make: Callable[[str], socket.socket], rank: int, host: str) -> socket.
         return make(host)
     except OSError as exc:
         logger.warning(
-            "rank %d: cannot open a socket at %s (%s); shrink() continues without this address, so "
-            "the new communicator has no rail that uses it",
+            "rank %d: cannot open a socket at %s (%s); shrink() continues without this address and "
+            "without a rail that needs it",
             rank, host, exc.strerror,
         )  # fmt: skip
         return None
 
 
 def _address(sock: socket.socket | None, host: str = "") -> wire.Address:
-    if sock is None:
-        return (host, 0)
-    name, port = sock.getsockname()[:2]
-    return (str(name), int(port))
+    return (host, 0) if sock is None else wire.address_of(sock)
 
 
 __all__ = ["Succession", "derive"]

@@ -91,13 +91,19 @@ def listen(host: str, port: int = 0) -> socket.socket:
     return sock
 
 
+def address_of(sock: socket.socket) -> Address:
+    """Return the numeric local address and the port of `sock`."""
+    host, port = sock.getsockname()[:2]
+    return (str(host), int(port))
+
+
 def local_host(sock: socket.socket) -> str:
     """Return the numeric local address of `sock`; the IPv4 address if it is IPv4 in IPv6 form.
 
     A socket that listens at all IPv6 addresses also accepts IPv4 connections, and gives these
     addresses like ``::ffff:10.0.0.1``.
     """
-    host = str(sock.getsockname()[0])
+    host = address_of(sock)[0]
     return host.removeprefix("::ffff:") if "." in host else host
 
 
@@ -311,6 +317,7 @@ __all__ = [
     "HANDSHAKE_TIMEOUT_S",
     "Address",
     "MessageReader",
+    "address_of",
     "close_hard",
     "frame",
     "limit_silence",

@@ -34,6 +34,7 @@ from r2ccl.cli.agentlink import (
     ToAgent,
 )
 from r2ccl.cli.rankprocs import TERMINATION_GRACE_S, HostRanks
+from r2ccl.cli.results import as_utf8
 from r2ccl.errors import InvalidArgument
 
 #: Signals after which the agent ends its ranks; the end of a login session may send SIGHUP.
@@ -139,8 +140,7 @@ class _Agent:
                 try:
                     await self._carry_out(await self._link.receive())
                 except InvalidArgument as exc:
-                    text = str(exc).encode(errors="backslashreplace").decode()
-                    await self._link.send(Refused(text))
+                    await self._link.send(Refused(as_utf8(str(exc))))
 
     async def _carry_out(self, order: ToAgent) -> None:
         if isinstance(order, Resolve):

@@ -170,10 +170,10 @@ def check_ipc(cards: Sequence[Card], config: Config) -> DoctorFinding:
         says = f"another process cannot map device memory: {why}"
         if config.ipc == "0":
             return DoctorFinding("ipc", "skipped", says)
-        if "CUDA_ERROR_DEVICE_UNAVAILABLE" in says:  # this process already uses the GPU
+        if "CUDA_ERROR_DEVICE_UNAVAILABLE" in why:  # this process itself uses the GPU
             fix = (
-                "a GPU in exclusive mode admits one process, so this was not tested: run "
-                "nvidia-smi -c 0, or start nvidia-cuda-mps-control -d"
+                "run nvidia-smi -c 0, or start nvidia-cuda-mps-control -d: in exclusive mode, only "
+                "one process may use a GPU, and this test needs two"
             )
         else:
             fix = (

@@ -12,7 +12,8 @@ import msgspec
 from r2ccl.errors import InvalidArgument
 
 #: ``name`` or ``[IPv6 address]``, with or without ``user@`` before it and ``:slots`` after it. A
-#: name does not begin with ``-``, which ssh would take as an option.
+#: name does not begin with ``-``, which ssh would take as an option. `int` refuses numbers of
+#: thousands of digits.
 _HOST = re.compile(
     r"(?P<name>(?:[\w.][\w.-]*@)?(?:\[[\da-fA-F:.]+(?:%\w+)?\]|\w[\w.-]*))(?::(?P<slots>\d{1,6}))?"
 )

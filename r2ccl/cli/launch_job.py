@@ -31,7 +31,7 @@ from r2ccl.cli import agent, remote
 from r2ccl.cli.hosts import JobHost, parse_hosts, place, read_hostfile
 from r2ccl.cli.lines import LinePrinter, wants_colour
 from r2ccl.cli.rankprocs import HostRanks, JobCommand
-from r2ccl.cli.results import RankEnd, check_file, shown, write_result
+from r2ccl.cli.results import RankEnd, as_utf8, check_file, write_result
 from r2ccl.cli.supervisor import RankGroup, Supervisor
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument
@@ -138,7 +138,7 @@ async def _supervise(
         ended = supervisor.statuses
         write_result(
             args.json,
-            command=shown(sys.argv[1:]),
+            command=list(map(as_utf8, sys.argv[1:])),
             status=status,
             seconds=monotonic() - begun_s,
             failure=supervisor.failure,
@@ -212,7 +212,7 @@ def _words_of(ssh: str) -> list[str]:
 def _master_address(args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]]) -> str:
     """Return the name or address by which the other hosts reach rank 0's host."""
     if args.master_addr:
-        if [args.master_addr] != shown([args.master_addr]):
+        if as_utf8(args.master_addr) != args.master_addr:
             raise InvalidArgument(f"--master-addr {args.master_addr!r}: allowed is text in UTF-8")
         return str(args.master_addr)
     address = placed[0][0].address

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import NoReturn
 
-from r2ccl.cli.results import add_option, check_file, shown, write_result
+from r2ccl.cli.results import add_option, as_utf8, check_file, write_result
 from r2ccl.cli.values import seconds
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument
@@ -145,7 +145,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_result(
             args.json,
-            command=shown(command),
+            command=list(map(as_utf8, command)),
             status=status,
             seconds=ended_s - start,
             lab=shape,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from r2ccl.cli.results import add_option, check_file, shown, write_result
+from r2ccl.cli.results import add_option, as_utf8, check_file, write_result
 from r2ccl.cli.values import seconds
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.rdmalab import MachineShape, RdmaLabError, VirtualMachine, VmResult, prepare, run
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
         return _refuse(exc, _EXIT_BROKEN)
     if args.json is not None:
         write_result(
-            args.json, command=shown(command), nodes=shape.nodes, nics=shape.nics,
+            args.json, command=list(map(as_utf8, command)), nodes=shape.nodes, nics=shape.nics,
             **msgspec.structs.asdict(result),
         )  # fmt: skip
     return _tell(result, args.timeout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +73,12 @@ def write_file(path: Path, document: Any) -> None:
         raise _not_written(path, exc.strerror) from exc
 
 
-def shown(words: Sequence[str]) -> list[str]:
-    r"""Return `words` of a command line as JSON can hold them.
+def as_utf8(text: str) -> str:
+    r"""Return `text` with each byte that is not UTF-8 escaped: a byte FF becomes ``\xff``.
 
-    A byte FF, for example, that is not UTF-8 becomes the four characters ``\xff``.
+    Python has a surrogate in place of such a byte in arguments, file names and variables.
     """
-    return [
-        word.encode(errors="surrogateescape").decode(errors="backslashreplace") for word in words
-    ]
+    return text.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def write_result(path: Path, **fields: Any) -> None:
@@ -101,4 +98,4 @@ def _not_written(path: Path, why: str | None) -> InvalidArgument:
     )
 
 
-__all__ = ["RankEnd", "add_option", "check_file", "shown", "write_file", "write_result"]
+__all__ = ["RankEnd", "add_option", "as_utf8", "check_file", "write_file", "write_result"]

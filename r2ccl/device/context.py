@@ -4,10 +4,11 @@ CuPy, Numba, torch and the CUDA runtime use the primary context too, so they can
 memory created here, and this library can use theirs.
 
 Each call pushes the context and pops it afterwards, so every thread keeps its own current context,
-from which the CUDA runtime derives the thread's device. Meanwhile the thread ignores CUDA graphs
-that other threads capture; otherwise the driver would refuse many calls, queries of events among
-them, and invalidate the capture. This costs four driver calls. A thread that makes many calls
-enters `PrimaryContext.current` once around them.
+from which the CUDA runtime derives the thread's device. During the call, the capture mode of the
+thread is thread-local. In the default mode, the driver would refuse many calls, such as
+cuEventQuery, while another thread captures a CUDA graph, and would invalidate that graph. This
+costs four driver calls. A thread that makes many calls enters `PrimaryContext.current` once around
+them.
 
 Invariant: a resource stays registered from `PrimaryContext.keep` until `PrimaryContext.end`, and
 `close` frees exactly the registered resources. It frees no resource of another library.
@@ -136,19 +137,10 @@ class PrimaryContext:
         return bool(self._with_context(self._cuda.is_done, name, handle))
 
     def _with_context(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function as in a block of `current`, without the cost of a generator."""
-        if getattr(self._entered, "is_inside", False):
+        if getattr(self._entered, "is_inside", False):  # saves the cost of `current`
             return function(*arguments)
-        call, modes = self._cuda.call, self._cuda.api.CUstreamCaptureMode
-        call("cuCtxPushCurrent", self._open())
-        try:
-            before = call(_EXCHANGE_MODE, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-            try:
-                return function(*arguments)
-            finally:
-                call(_EXCHANGE_MODE, before)
-        finally:
-            call("cuCtxPopCurrent")
+        with self.current():
+            return function(*arguments)
 
     def _open(self) -> int:
         if self._handle is None:

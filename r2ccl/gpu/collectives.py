@@ -309,9 +309,9 @@ class DeviceCollectives:
         backend.recycle(event)
 
     def _open(self, ordinal: int | None, streams: Sequence[Stream]) -> _ActiveDevice:
-        """Return the GPU in use, or open GPU `ordinal`.
+        """Return the GPU in use; if there is none, open GPU `ordinal`, or GPU 0 if that is None.
 
-        `ordinal` is None if the arrays of the call have no memory, and may be on any GPU.
+        `ordinal` is None if the arrays of the call have no memory, so that they fit any GPU.
         """
         active = self._active
         if active is None:
@@ -319,8 +319,8 @@ class DeviceCollectives:
         if ordinal is not None and active.device.ordinal != ordinal:
             raise InvalidArgument(
                 f"rank {self._rank}: the array is on GPU {ordinal}, but this communicator uses GPU "
-                f"{active.device.ordinal}, where its first array was: copy the array, or create "
-                "another communicator"
+                f"{active.device.ordinal}, which its first call on GPU arrays opened: copy the "
+                "array, or create another communicator"
             )
         return active
 

@@ -121,9 +121,10 @@ class SignalledStream:
         #: Number of calls begun.
         self._number = 0
         #: By stream, the event that is done when the stream has passed its last wait for the word.
-        #: The per-thread default stream is a different stream in each thread; the second number is
-        #: the thread's, and 0 for all other streams.
-        self._passed: dict[tuple[Stream, int], Event] = {}
+        #: The key is the stream and, for `PER_THREAD`, which is another stream in each thread, an
+        #: object of the thread; None otherwise. Identifiers of threads are used again.
+        self._passed: dict[tuple[Stream, object], Event] = {}
+        self._of_thread = threading.local()
         #: Held during `hold`, which several threads may call.
         self._holding = threading.Lock()
 
@@ -145,7 +146,7 @@ class SignalledStream:
         TransportError
             If the device failed.
         """
-        key = stream, threading.get_ident() if stream == PER_THREAD else 0
+        key = stream, self._own_object() if stream == PER_THREAD else None
         with self._holding:
             self._device.wait_word(stream, int(self._pinned.ctypes.data), number & WORD)
             passed = self._passed.pop(key, None)
@@ -157,6 +158,10 @@ class SignalledStream:
                 passed = self.take_event()
             self._device.record(passed, stream)
             self._passed[key] = passed
+
+    def _own_object(self) -> object:
+        """Return an object that only this thread has."""
+        return self._of_thread.__dict__.setdefault("own", object())
 
     def _oldest_passed(self) -> Event:
         return next(iter(self._passed.values()))

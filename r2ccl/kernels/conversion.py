@@ -106,7 +106,7 @@ def narrower(dtype_code: int) -> Converter:
 
 def _narrow_float8(source: Array, out: Array) -> None:
     np.copyto(out, source, casting="unsafe")
-    out[np.isnan(out)] = np.nan  # a NaN of either sign, as everywhere, becomes the quiet NaN
+    out[np.isnan(out)] = np.nan  # the conversion keeps the sign, which depends on the operands
 
 
 def premul_sum(factor: complex) -> ConvertedOp:

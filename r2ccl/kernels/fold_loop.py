@@ -180,7 +180,8 @@ _COMBINE: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.BOR: _or,
     ReduceOp.BXOR: _xor,
 }
-#: By `dtype.kind`, the operations whose results may be NaN.
+#: By `dtype.kind`, what replaces `_COMBINE` so that each NaN has the same bits. PROD of complex
+#: numbers has no kernel.
 _COMBINE_OF_KIND: dict[str, dict[ReduceOp, Callable[..., Any]]] = {
     "f": {
         ReduceOp.SUM: _float_sum,

@@ -40,7 +40,7 @@ def _maximum(left: Array, right: Array, out: Array) -> None:
 
 
 def _float_extreme(dtype: np.dtype[Any], op: ReduceOp) -> Reducer:
-    """Return the function for MIN or MAX of floats, with -0 below +0.
+    """Return the function for MIN or MAX of a block of floats, with -0 below +0.
 
     Of two zeros, NumPy returns one that depends on the processor. The sign bit of the lower one is
     the disjunction of both, that of the higher one the conjunction; all other bits are equal.
@@ -50,14 +50,12 @@ def _float_extreme(dtype: np.dtype[Any], op: ReduceOp) -> Reducer:
     bits = np.dtype(f"u{dtype.itemsize}")
 
     def reduce_floats(left: Array, right: Array, out: Array) -> None:
-        for start in range(0, out.size, _BLOCK):  # bounds the size of the temporaries
-            x, y, z = (each[start : start + _BLOCK] for each in (left, right, out))
-            if x.all() or y.all():  # no two zeros meet
-                choose(x, y, z)
-                continue
-            is_tie, tied = x == y, merge(x.view(bits), y.view(bits))
-            choose(x, y, z)
-            np.copyto(z.view(bits), tied, where=is_tie)
+        if left.all() or right.all():  # no two zeros meet
+            choose(left, right, out)
+            return
+        is_tie, tied = left == right, merge(left.view(bits), right.view(bits))
+        choose(left, right, out)
+        np.copyto(out.view(bits), tied, where=is_tie)
 
     return reduce_floats
 
@@ -90,7 +88,7 @@ def _with_one_nan(combine: Reducer, dtype: np.dtype[Any]) -> Reducer:
         if out.size <= _BLOCK:
             reduce_block(left, right, out)
             return
-        for start in range(0, out.size, _BLOCK):  # bounds the size of a mask, and stays in cache
+        for start in range(0, out.size, _BLOCK):  # bounds the temporaries, and stays in cache
             reduce_block(*(each[start : start + _BLOCK] for each in (left, right, out)))
 
     return reduce
@@ -170,10 +168,11 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
     values in float32, float64 and complex, so call the function inside `quiet_context`.
 
     *Cost*: a call of the returned function takes 0.3 µs in addition to the arithmetic (1 µs for
-    16-bit floats, 3 µs for 8-bit floats, 2 µs for other floats and complex numbers). For a 16-bit
-    or 8-bit float, `reducer` itself loads a compiled loop, in 30 ms the first time in a process and
-    later in some ms; or it compiles the loop, in about 1 s, if no process of this host has stored
-    it. Call `reducer` during planning.
+    16-bit floats, 3 µs for 8-bit floats, 2 µs for other floats and complex numbers, whose search
+    for NaN also takes up to as long as the arithmetic). For a 16-bit or 8-bit float, `reducer`
+    itself loads a compiled loop, in 30 ms the first time in a process and later in some ms; or it
+    compiles the loop, in about 1 s, if no process of this host has stored it. Call `reducer` during
+    planning.
     """
     op = check_op(dtype_code, op)
     dtype = dtype_of(dtype_code)

@@ -203,7 +203,7 @@ class Planner:
         else:
             schedule = recursive_doubling.allreduce(nranks)
         if is_bridged:
-            return self.own(schedule, 0, health)
+            return self._built_in(schedule, 0, health)
         placement = place(schedule.nchannels, self.fabric.homes, health)
         return Choice(schedule.name, schedule, placement, self._config.slice_nbytes)
 
@@ -218,7 +218,8 @@ class Planner:
         make = _TREE_GATHERS[call.collective]
         if _is_bridged(terms):
             parents = spanning_tree.span(health.nranks, terms.rank_meets(), call.root)
-            return self.own(make(parents, terms.nchannels, "spanning_tree"), nbytes, health)
+            schedule = make(parents, terms.nchannels, "spanning_tree")
+            return self._built_in(schedule, nbytes, health)
         schedule = make(tree_gather.binomial(health.nranks, call.root))
         placement = place(1, self.fabric.homes, health)
         return Choice(schedule.name, schedule, placement, self._config.slice_nbytes)
@@ -243,13 +244,13 @@ class Planner:
         """
         nranks = health.nranks
         if nbytes <= self._config.eager_nbytes:
-            return self.own(recursive_doubling.allreduce(nranks), nbytes, health)
+            return self._built_in(recursive_doubling.allreduce(nranks), nbytes, health)
         nchannels = self._nchannels(nbytes, nranks)
         if call.collective == Collective.REDUCE:
             lines = tree.reduce([tree.line(nranks, call.root)] * nchannels, "line")
         else:
             lines = tree.allreduce([tree.line(nranks, nranks - 1)] * nchannels, "line")
-        return self.own(lines, nbytes, health)
+        return self._built_in(lines, nbytes, health)
 
     def _placed_for(self, call: CallSignature, terms: Terms, health: Health) -> list[Placed]:
         """Return the placed candidates of a collective other than allreduce.
@@ -323,12 +324,23 @@ class Planner:
         return found
 
     def own(self, schedule: Schedule, nbytes: int, health: Health) -> Choice:
-        """Return the choice that runs `schedule`, whose ranks are those of the communicator."""
+        """Return the choice that runs `schedule`, which the user has made for the communicator."""
         cost = schedule.cost
-        # A schedule of the user may have any name. A channel with one chunk and many steps is a
-        # pipeline, which small slices fill sooner, whatever its name.
-        is_busy = cost.steps <= min(schedule.nchunks) * max(cost.sent, cost.received)
-        fill = 0 if schedule.name in NOT_TREES and is_busy else cost.steps // 2
+        # The name of a user's schedule proves nothing. If a rank sends or receives a chunk in every
+        # step, no port waits until a pipeline is full; otherwise, small slices shorten that wait.
+        is_always_busy = cost.steps <= min(schedule.nchunks) * max(cost.sent, cost.received)
+        is_pipeline = schedule.name not in NOT_TREES or not is_always_busy
+        return self._alone(schedule, nbytes, health, is_pipeline=is_pipeline)
+
+    def _built_in(self, schedule: Schedule, nbytes: int, health: Health) -> Choice:
+        """Return the choice that runs `schedule`, the only candidate for a call."""
+        is_pipeline = schedule.name not in NOT_TREES
+        return self._alone(schedule, nbytes, health, is_pipeline=is_pipeline)
+
+    def _alone(
+        self, schedule: Schedule, nbytes: int, health: Health, *, is_pipeline: bool
+    ) -> Choice:
+        fill = schedule.cost.steps // 2 if is_pipeline else 0
         candidate = Candidate(schedule.name, schedule, fill)
         placed = put(candidate, self.fabric, self._carried(health))
         return predict(placed, nbytes, self.fabric, self._config)
@@ -344,7 +356,7 @@ class Planner:
             key=lambda each: each.predicted_ns,
         )
         if nbytes <= self._config.eager_nbytes:
-            chosen = self.own(chosen.schedule, nbytes, health)
+            chosen = self._built_in(chosen.schedule, nbytes, health)
         if self.fabric.rates == UNMEASURED:  # loads can be compared; times are unknown
             chosen, *others = (each._replace(predicted_ns=0) for each in (chosen, *others))
         why = self._why(chosen, nbytes, health)

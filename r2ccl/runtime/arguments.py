@@ -691,7 +691,7 @@ def _output(source: Memory | None, out: Any) -> Memory:
     """Return a view of `out`.
 
     Raise InvalidArgument unless `out` and `source`, if given, are both in host memory or both on
-    one GPU.
+    one GPU; an array without memory may be on any GPU.
     """
     try:
         output = view(out, writable=True)
@@ -702,7 +702,8 @@ def _output(source: Memory | None, out: Any) -> Memory:
     places = [getattr(each, "ordinal", None) for each in (source, output)]
     is_any = ANY_GPU in places and None not in places
     if places[0] != places[1] and not is_any:
-        where = ["in host memory" if at is None else f"on GPU {at}" for at in places]
+        names = {None: "in host memory", ANY_GPU: "on a GPU"}
+        where = [names.get(at, f"on GPU {at}") for at in places]
         raise InvalidArgument(
             f"the input is {where[0]}, the output {where[1]}: both must be in the same place"
         )

@@ -205,10 +205,10 @@ class DataLoop:
                 self.wake_followers()
 
     def give_way(self) -> None:
-        """Let the threads that wait for the loop own it, if there are any.
+        """Let a thread that waits for the loop own it, if there is one; the caller must not own it.
 
-        For calls that programs repeat in a loop, such as polls: a thread that owns the loop again
-        and again would keep it from blocking calls in other threads. The caller must not own it.
+        Calls that programs repeat, such as polls, end with this. Otherwise, the polling thread
+        would own the loop nearly always, and blocking calls of other threads would get no turn.
         """
         if self._followers or self._newcomers:
             time.sleep(_GIVE_WAY_S)

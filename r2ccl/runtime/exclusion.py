@@ -75,14 +75,17 @@ class Exclusions:
         timeout_s = job.config.timeout_s
         deadline = job.clock() + timeout_s
         while True:
+            has_ended = (
+                loop.error is not None or loop.is_closed
+            )  # read first: no answer comes later
+            with suppress(Empty):
+                refusal = answers.get(timeout=0 if has_ended else _LOOK_S)
+                break
             if loop.error is not None:
                 loop.is_end_known = True
                 raise revoked(job.rank, loop.error)
-            if loop.is_closed:
+            if has_ended:
                 raise CommunicatorRevoked(f"rank {job.rank}: the communicator was closed")
-            with suppress(Empty):
-                refusal = answers.get(timeout=_LOOK_S)
-                break
             if job.clock() >= deadline:
                 raise TransportTimeout(
                     f"rank {job.rank}: ranks {list(agreement.waits_for()) or [COORDINATOR]} have "

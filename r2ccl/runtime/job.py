@@ -294,8 +294,8 @@ class Job:
             if is_awaited and not participant.is_closed:
                 _log.warning(
                     "rank %d: close() was called while Python ends, for example in a __del__ "
-                    "method, when it cannot wait for the other ranks any more; they may report "
-                    "this rank as lost: call close() before, or in a function of atexit",
+                    "method, so it did not wait for the other ranks, which may report this rank "
+                    "as lost: call close() earlier, or register it with atexit",
                     self.rank,
                 )
             participant.refuse(self.closed)

@@ -83,9 +83,9 @@ def as_arrays(schedule: Schedule) -> ScheduleArrays:
     Raises
     ------
     ScheduleError
-        If a rank's program is no tuple with a tuple per channel or has a different number of
-        channels than the schedule, or if an op is no `Op`, or has a field that is not an integer
-        that fits its type in `OP_DTYPE`.
+        If `Schedule.program` refuses a rank's program, or the program has a different number of
+        channels than the schedule; if an op is no `Op`, or has a field that is not an integer that
+        fits its type in `OP_DTYPE`.
 
     Notes
     -----

@@ -261,16 +261,18 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         InvalidArgument
             If `rank` is not in ``range(nranks)``.
         ScheduleError
-            If `generate` does not return a tuple with a tuple per channel.
+            If `generate` does not return a tuple, or a list, with a tuple or list of ops for each
+            channel.
         """
         if not 0 <= rank < self.nranks:
             raise InvalidArgument(
                 f"schedule {self.name!r}: rank={rank}; allowed is 0 to {self.nranks - 1}"
             )
         channels = self.generate(rank)
-        if not _is_row(channels) or not all(map(_is_row, channels)):
+        if not _is_sequence(channels) or not all(map(_is_sequence, channels)):
             raise ScheduleError(
-                f"generate({rank}) returned no tuple with a tuple of ops per channel: return one",
+                f"generate({rank}) did not return a tuple with a tuple of ops for each channel: "
+                "correct it",
                 rank=rank,
             )
         return RankProgram(rank, self.nranks, self.nparts, self.nchunks, self.weights, channels)
@@ -281,17 +283,16 @@ def _are_integers(values: object) -> bool:
 
 
 def _is_cost(cost: object) -> bool:
-    return (
-        isinstance(cost, Cost)
-        and isinstance(cost.steps, int)
-        and cost.steps >= 0
-        and isinstance(cost.sent, int | Fraction)
-        and isinstance(cost.received, int | Fraction)
+    if not isinstance(cost, Cost):
+        return False
+    counts, shares = (cost.steps, cost.ops), (cost.sent, cost.received)
+    return all(isinstance(each, int) and each >= 0 for each in counts) and all(
+        isinstance(each, int | Fraction) and each >= 0 for each in shares
     )
 
 
-def _is_row(values: object) -> bool:
-    return isinstance(values, tuple | list)
+def _is_sequence(values: object) -> bool:
+    return isinstance(values, tuple | list)  # a list works too, although a tuple is declared
 
 
 __all__ = ["APART", "PARTED", "Cost", "Op", "OpKind", "RankProgram", "Schedule", "Space"]

@@ -51,7 +51,7 @@ def table(schedule: Schedule, ranks: Sequence[int] | None = None, channel: int =
     InvalidArgument
         If a rank or the channel does not exist.
     ScheduleError
-        If the program of a rank is no tuple with a tuple per channel.
+        If `Schedule.program` refuses the program of a rank.
 
     Examples
     --------

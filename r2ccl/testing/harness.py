@@ -117,6 +117,10 @@ class _Outcome(Exception):
     """
 
 
+#: Functions of pytest that set an outcome; xfail before fail, whose exception is its base class.
+_OUTCOMES = ("skip", "xfail", "fail")
+
+
 class _Program:
     """Function of a test, as a rank runs it: an outcome of pytest becomes an `_Outcome`."""
 
@@ -131,14 +135,11 @@ class _Program:
             return self._function()
         except BaseException as exc:
             pytest: Any = sys.modules.get("pytest")
-            for name in _OUTCOMES if pytest is not None else ():
-                if isinstance(exc, getattr(pytest, name).Exception):
-                    raise _Outcome(name, str(exc)) from exc
+            if pytest is not None:
+                for name in _OUTCOMES:
+                    if isinstance(exc, getattr(pytest, name).Exception):
+                        raise _Outcome(name, str(exc)) from exc
             raise
-
-
-#: Functions of pytest that set an outcome. The exception of xfail is also one of fail.
-_OUTCOMES = ("skip", "xfail", "fail")
 
 
 class RankRunner:
@@ -179,7 +180,8 @@ class RankRunner:
 
         Notes
         -----
-        ``pytest.skip``, ``pytest.xfail`` and ``pytest.fail`` in a rank set the outcome of the test.
+        ``pytest.skip``, ``pytest.importorskip``, ``pytest.xfail`` and ``pytest.fail`` in a rank set
+        the outcome of the test; if ranks differ, the first one that ends so decides.
         """
         plan = self._injection.take() if self._injection else None
         variables = {**(env or {}), **(plan.environment() if plan else {})}

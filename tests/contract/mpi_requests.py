@@ -198,7 +198,7 @@ def a_wrong_list_for_startall_starts_nothing(MPI: Any, comm: Any) -> Any:
 
 
 @case
-def a_wrong_request_says_so_once(MPI: Any, comm: Any) -> Any:
+def a_refused_request_reports_no_second_error(MPI: Any, comm: Any) -> Any:
     """Nothing else is reported when the object that the constructor refused is deleted."""
     reported: list[Any] = []
     hook, sys.unraisablehook = sys.unraisablehook, reported.append

@@ -39,9 +39,9 @@ def test_a_rail_stays_excluded_in_the_communicator_of_survivors() -> None:
     assert found == [[excluded, excluded, ()]] * 3
 
 
-def test_orders_beside_close_are_carried_out_or_raise() -> None:
+def test_exclude_and_include_end_if_ranks_close() -> None:
     env = {"R2CC_TIMEOUT_S": "30"}
-    first, *others = launch(programs.exclude_beside_close, 3, timeout_s=TIMEOUT_S, env=env)
+    first, *others = launch(programs.exclude_while_closing, 3, timeout_s=TIMEOUT_S, env=env)
     assert first == (0, True)
     for norders, is_over in others:
         assert norders >= 6, "the first rank did not carry out the orders"

@@ -105,6 +105,7 @@ def test_after_an_error_the_callers_arrays_are_let_go() -> None:
 
 
 CLOSED_BY_DEL = """
+import time
 import numpy as np
 import r2ccl
 
@@ -117,6 +118,7 @@ class Owner:
 
 owner = Owner()
 owner.comm.allreduce(np.ones(1000))
+time.sleep(1.0)  # until the other rank has finished its call, too
 owner.itself = owner  # so that only the end of Python deletes it
 """
 

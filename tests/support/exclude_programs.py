@@ -128,10 +128,11 @@ def exclude_then_shrink() -> list[tuple[tuple[int, int], ...]]:
     return found
 
 
-def exclude_beside_close() -> tuple[int, bool]:
-    """Exclude and include a rail until `close` ends it; return how often, and if that has ended.
+def exclude_while_closing() -> tuple[int, bool]:
+    """Exclude and include a rail in a thread until `close` ends that.
 
-    Rank 0, which coordinates the agreement, closes first.
+    Return the number of calls, and whether the thread has ended. Rank 0, which coordinates the
+    agreement, closes first.
     """
     comm = r2ccl.init(rails=2)
     norders = 0

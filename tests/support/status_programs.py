@@ -85,9 +85,9 @@ class _Signalling(FaultPlan):
 
 
 def signalled_in_init(folder: str) -> tuple[bool, bool]:
-    """Signal rank 0 while `init` waits for rank 1, both as it opens transports, and both once more.
+    """Signal rank 0 while its `init` waits for rank 1; then signal both ranks twice.
 
-    The last signal comes when the rank has a status to dump.
+    They get a signal as `init` opens their transport, and one after `init`.
     """
     go = Path(folder, "go")
 

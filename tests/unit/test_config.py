@@ -70,7 +70,7 @@ def test_text_that_cannot_be_passed_on_is_refused(name: str, given: str) -> None
         Config(**{name: given})
 
 
-def test_a_path_may_have_any_bytes() -> None:
+def test_the_name_of_a_file_may_have_any_bytes() -> None:
     assert Config(dump_file="/tmp/\udcff").dump_file == "/tmp/\udcff"
 
 

@@ -36,7 +36,7 @@ from r2ccl.cli.perf.report import (
     save_results,
     verdict,
 )
-from r2ccl.cli.results import check_file, shown
+from r2ccl.cli.results import as_utf8, check_file
 from r2ccl.cli.values import size_range
 from r2ccl.communicator import Communicator
 from r2ccl.dtypes import CODES
@@ -287,7 +287,7 @@ def run(options: PerfOptions) -> int:
     say(f"# Out of bounds values : {verdict(rows)}")
     say(f"# Avg bus bandwidth    : {average:g}\n#")
     if options.json is not None and comm.rank == 0:
-        save_results(options.json, rows, shlex.join(["r2ccl", *shown(sys.argv[1:])]))
+        save_results(options.json, rows, shlex.join(["r2ccl", *map(as_utf8, sys.argv[1:])]))
     return 1 if wrong else 0
 
 

@@ -279,7 +279,7 @@ class Diagnosis:
             if len(self._open) >= MAX_DIAGNOSES:
                 break
             if is_calm or now >= news.since_s + GIVE_WAY_S:
-                del self._news[key]
+                self._news.pop(key, None)
                 self._begin(key, news.epoch, news)
 
     # Control messages

@@ -4,10 +4,10 @@ The lower rank of a path decides; the higher rank only accepts the connection. T
 the ports of the path, over separate connections, at the times that
 `r2ccl.failover.failback.protocol` sets, and connects the path when the protocol allows it. If no
 path to a peer is up, all paths to this peer that are in quarantine are connected at the next tick,
-before they have proved reliable: an unreliable path is better than none. If the paths to a peer are
-closed as idle, their quarantine ends, too: all are connected at once when calls need them again. A
-path whose rail is excluded at either end is neither probed nor connected; it stays in quarantine at
-least until the exclusion ends.
+before they have proved reliable: an unreliable path is better than none. When the paths to a peer
+are closed as idle, none stays in quarantine: all are connected at once when calls need them again.
+A path whose rail is excluded at either end is neither probed nor connected; it stays in quarantine
+at least until the exclusion ends.
 
 Only one thread may use a `Failback` at a time; any thread may call `held`. Invariant: at the lower
 rank, until the communicator ends, each path on a rail is in quarantine, being fenced or connected,

@@ -113,7 +113,7 @@ class Migration:
         #: Path of each channel.
         self.routes = Routes(links, homes=context.homes, share=self._share, log=self.log)
         links.on_added(self.routes.begin)
-        #: Channels that used each path that is out of use and not resumed.
+        #: By path that is out of use and not yet resumed: the channels that used it.
         self._lost: dict[PathKey, tuple[int, ...]] = {}
         #: Peers to be connected again once all their paths, closed as idle, are fenced.
         self._reopening: set[int] = set()

@@ -84,9 +84,11 @@ class Connections:
         Any thread may call this method.
         """
         with self._lock:
-            sent = {each for each in self._kept if each.is_done() and each.has_succeeded}
-            self._kept -= sent
-            self._kept.add(request)
+            for each in self._kept:
+                if not each.has_succeeded:
+                    each.is_done()  # advances all messages
+                    break
+            self._kept = {each for each in self._kept if not each.has_succeeded} | {request}
 
     def flush(self) -> None:
         """Wait until all messages that are buffered now are sent; any thread may call this method.

@@ -69,23 +69,20 @@ class Unfinished:
         )
 
 
-def _on_list(method: Callable[..., Any]) -> Any:
-    """Return the class method; if its list has only requests of MPI, MPI's own method runs.
+def _list_method(method: Callable[..., Any]) -> Any:
+    """Return `method` as a class method that leaves lists of MPI's own requests to MPI.
 
     Only MPI can tell which of its persistent requests are active.
     """
 
     @wraps(method)
-    def on_list(cls: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(requests, Sequence) and requests and all(map(_is_of_mpi, requests)):
+    def call(cls: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
+        is_list = isinstance(requests, Sequence) and len(requests) > 0
+        if is_list and all(isinstance(each, MPI.Request) for each in requests):
             return getattr(MPI.Request, method.__name__)(requests, *args, **kwargs)
         return method(cls, requests, *args, **kwargs)
 
-    return classmethod(on_list)
-
-
-def _is_of_mpi(request: Any) -> bool:
-    return isinstance(request, MPI.Request)
+    return classmethod(call)
 
 
 class MpiRequest:
@@ -212,19 +209,19 @@ class MpiRequest:
 
     get_status, cancel, free = Get_status, Cancel, Free
 
-    @_on_list
+    @_list_method
     def Get_status_all(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> bool:
         """Return whether all requests have finished, without completing them."""
         return all(
             request.Get_status(status) for request, status in _with_statuses(requests, statuses)
         )
 
-    @_on_list
+    @_list_method
     def Get_status_any(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
         """Return the same index and flag as `Testany`, without completing the request."""
         return _first(requests, status, lambda request: request.Get_status(status))
 
-    @_on_list
+    @_list_method
     def Get_status_some(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> list[int] | None:
@@ -243,13 +240,13 @@ class MpiRequest:
         Get_status_some,
     )
 
-    @_on_list
+    @_list_method
     def Waitall(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> bool:
         """Wait until all requests have finished; return True."""
         _completed(requests, statuses, _wait, is_stopped_by_error=True)
         return True
 
-    @_on_list
+    @_list_method
     def Waitany(cls, requests: Sequence[Any], status: Any = None) -> int:
         """Wait until one request has finished; return its index.
 
@@ -261,7 +258,7 @@ class MpiRequest:
                 return int(index)
             time.sleep(_PAUSE_S)
 
-    @_on_list
+    @_list_method
     def Waitsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> list[int] | None:
@@ -275,7 +272,7 @@ class MpiRequest:
                 return found
             time.sleep(_PAUSE_S)
 
-    @_on_list
+    @_list_method
     def Testall(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> bool:
         """Return at once whether all requests have finished; if so, complete all of them."""
         if not all(map(_has_finished, _checked(requests))):
@@ -283,7 +280,7 @@ class MpiRequest:
         _completed(requests, statuses, _wait)
         return True
 
-    @_on_list
+    @_list_method
     def Testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
         """Complete one active request that has finished; return its index and True.
 
@@ -291,7 +288,7 @@ class MpiRequest:
         """
         return _first(requests, status, lambda request: request.Test(status))
 
-    @_on_list
+    @_list_method
     def Testsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> list[int] | None:
@@ -304,12 +301,12 @@ class MpiRequest:
             _completed([requests[index] for index in done], statuses, _wait)
         return done
 
-    @_on_list
+    @_list_method
     def waitall(cls, requests: Sequence[Any], statuses: list[Any] | None = None) -> list[Any]:
         """Wait until all requests have finished; return the objects received."""
         return _completed(requests, statuses, _wait_for_object, is_stopped_by_error=True)
 
-    @_on_list
+    @_list_method
     def waitany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, Any]:
         """Wait until one request has finished; return its index and the object received.
 
@@ -321,7 +318,7 @@ class MpiRequest:
                 return index, found
             time.sleep(_PAUSE_S)
 
-    @_on_list
+    @_list_method
     def testall(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[bool, list[Any] | None]:
@@ -330,7 +327,7 @@ class MpiRequest:
             return False, None
         return True, _completed(requests, statuses, _wait_for_object)
 
-    @_on_list
+    @_list_method
     def testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool, Any]:
         """Complete one request like `Testany`; return its index, flag and object received."""
         require_status(status)
@@ -343,7 +340,7 @@ class MpiRequest:
             EMPTY.write(status)
         return MPI.UNDEFINED, not active, None
 
-    @_on_list
+    @_list_method
     def waitsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
@@ -357,7 +354,7 @@ class MpiRequest:
                 return indices, found
             time.sleep(_PAUSE_S)
 
-    @_on_list
+    @_list_method
     def testsome(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
@@ -373,7 +370,7 @@ class MpiRequest:
 
     def _waited(self, status: Any) -> CallOutcome:
         require_status(status)
-        outcome = EMPTY if self._work is None else self._complete(None)
+        outcome = EMPTY if self._work is None else self._complete()
         outcome.write(status)
         return outcome
 
@@ -381,10 +378,10 @@ class MpiRequest:
         require_status(status)
         return self._waited(status) if self.has_finished else None
 
-    def _complete(self, timeout_s: float | None) -> CallOutcome:
+    def _complete(self) -> CallOutcome:
         try:
             with self._handled():
-                outcome: CallOutcome = self._call.wait(self._work, timeout_s)
+                outcome: CallOutcome = self._call.wait(self._work)
         except Exception:
             self._work = None
             raise

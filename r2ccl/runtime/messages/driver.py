@@ -338,8 +338,8 @@ class MessageDriver(MessageProtocol):
     def note_long(self, to: int, grant: memoryview) -> None:
         """Count a long message that compiled code has sent to rank `to`.
 
-        Note the bytes that `grant`, the receiver's answer to the request, reports as taken, and
-        those that the request has reported.
+        `grant`, the answer of `to`, reports how many bytes `to` has taken. The request of the
+        message told `to` the same of this rank, so that report is noted as sent.
         """
         self._next_ident += 1
         self._report(self._members[to])
@@ -536,12 +536,12 @@ class MessageDriver(MessageProtocol):
         source, nbytes = envelope.source, envelope.nbytes
         peer, lengths = self._members[source], self._cut(source, nbytes)
         packed = b"".join(map(_LENGTH.pack, lengths))
-        granted = source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes, packed
-        if not nbytes:  # a synchronous message, which has no slices
-            self._put(*granted, request)
+        # A synchronous message without data is received as soon as its grant is sent.
+        completed = None if nbytes else request
+        self._put(source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes, packed, completed)
+        if not nbytes:
             self._note_busy(source, -1)
             return
-        self._put(*granted)
         self._nreceiving += 1
         at = 0
         for number, length in enumerate(lengths):

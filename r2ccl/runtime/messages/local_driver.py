@@ -185,11 +185,11 @@ class LocalDriver(MessageProtocol):
 
     def _grant(self, request: ReceiveRequest, envelope: Envelope) -> None:
         source, nbytes = envelope.source, envelope.nbytes
-        granted = source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes
-        if not nbytes:  # a synchronous message, which has no data
-            self._put(*granted, request=request)
+        # A synchronous message without data is received as soon as its grant is sent.
+        completed = None if nbytes else request
+        self._put(source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes, request=completed)
+        if not nbytes:
             return
-        self._put(*granted)
         self._moves_in(request, source)
         if len(self._incoming[source]) == 1:
             self._receive_next(source)

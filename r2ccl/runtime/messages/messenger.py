@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from r2ccl.shm.rings import Rings
 
 
+#: In place of the memory of a finished request, which the caller may then resize or free.
+_NO_VIEW = memoryview(b"")
+
+
 class MessageRequest:
     """Handle of a message that is being sent or received.
 
@@ -544,9 +548,6 @@ class Messenger(MessageCaller):
         waits = () if peer == ANY else (Wait(peer, what),)
         doing = f"{doing}, {self._told}" if self._told else doing
         return Pending(self._job.rank, doing, self._clock(), caller.since_s, {}, waits, ())
-
-
-_NO_VIEW = memoryview(b"")
 
 
 def _named(what: str, number: int) -> str:

@@ -41,8 +41,8 @@ class FakeProcess:
         #: Cards whose memory can be used by work of this device.
         self._reached = {self._card}
         self._streams: dict[int, FakeStream] = {}
-        #: Default stream of each thread, by thread id.
-        self._threads: dict[int, FakeStream] = {}
+        #: Default stream of each thread, as attribute ``default``.
+        self._of_thread = threading.local()
         self._is_closed = False
         #: Streams that capture a graph.
         self._capturing: set[int] = set()
@@ -143,12 +143,12 @@ class FakeProcess:
         if handle in (0, _LEGACY):
             return self._default(self._streams, _LEGACY, _LEGACY)
         if handle == _PER_THREAD:
-            return self._default(self._threads, threading.get_ident(), _PER_THREAD)
+            return self._default(self._of_thread.__dict__, "default", _PER_THREAD)
         if handle not in self._streams:
             raise Misuse.of(f"{handle:#x} is not a stream of {self._name}")
         return self._streams[handle]
 
-    def _default(self, among: dict[int, FakeStream], key: int, handle: int) -> FakeStream:
+    def _default(self, among: dict[Any, FakeStream], key: Any, handle: int) -> FakeStream:
         if key not in among:
             among[key] = self._board.add_stream(self._name, self._card, handle, is_callers=True)
         return among[key]

@@ -272,7 +272,9 @@ def test_ranks_start_if_standard_streams_are_closed(tmp_path: Path) -> None:
                 os._exit(0)
             os.wait()
     """
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=WAIT_S
+    )
     assert (tmp_path / "found").read_text() == "True\n" * 4
 
 
@@ -291,7 +293,10 @@ def test_a_removed_working_directory_is_named(tmp_path: Path, start: str) -> Non
         {start}
     """
     (tmp_path / "gone").mkdir()
-    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "gone", capture_output=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
     assert re.search(b"the working directory .*was removed: enter another", ran.stderr)
 
 

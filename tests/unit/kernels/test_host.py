@@ -162,11 +162,12 @@ def test_result_does_not_depend_on_whether_it_is_in_place(code: int, op: ReduceO
             assert operands[at].tobytes() == fresh.tobytes(), (size, at)
 
 
-@pytest.mark.parametrize(("code", "op"), PAIRS)
+@pytest.mark.parametrize(
+    ("code", "op"),
+    [each for each in PAIRS if DTYPES[each[0]].names is None and DTYPES[each[0]].kind not in "iub"],
+)
 def test_nan_has_the_same_bits_for_any_operands(code: int, op: ReduceOp) -> None:
     dtype = DTYPES[code]
-    if dtype.names is not None or dtype.kind in "iub":
-        return
     real = np.empty(0, dtype).real.dtype
     for size in (1, 2, 19, 40_000):
         operands = [np.full((2, size), dtype.type(1)), np.full((2, size), dtype.type(1))]
