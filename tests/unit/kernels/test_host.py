@@ -164,7 +164,11 @@ def test_result_does_not_depend_on_whether_it_is_in_place(code: int, op: ReduceO
 
 @pytest.mark.parametrize(
     ("code", "op"),
-    [each for each in PAIRS if DTYPES[each[0]].names is None and DTYPES[each[0]].kind not in "iub"],
+    [
+        each
+        for each in PAIRS
+        if DTYPES[each.values[0]].names is None and DTYPES[each.values[0]].kind not in "iub"
+    ],
 )
 def test_nan_has_the_same_bits_for_any_operands(code: int, op: ReduceOp) -> None:
     dtype = DTYPES[code]
