@@ -115,7 +115,7 @@ def test_words_that_are_not_utf8_reach_the_ranks(
     assert run("--hosts", HOSTS, "--ssh", ssh, "--tag", "never", *program) == 0
     assert capfdbinary.readouterr().out == b"\xff \xfe\n" * 2
     folder = str(tmp_path / "\udcfd")
-    with pytest.raises(InvalidArgument, match=r"directory .*udcfd is not a directory"):
+    with pytest.raises(InvalidArgument, match=r"directory .*\\xfd is not a directory"):
         run("--hosts", HOSTS, "--ssh", ssh, "--chdir", folder, *program)
 
 
