@@ -513,13 +513,12 @@ def _typed(field: msgspec.structs.FieldInfo, given: Any) -> Any:
             if kind is str:
                 _check_text(field.name, value)
             return value
-    shown = "***" if field.name == "secret" else given
     allowed = f"a value of type {kind.__name__}"
     if kind is not str:
         allowed = f"{_number_like(field, str(given))}, of type {kind.__name__}"
     elif isinstance(accepted, tuple):
         allowed = f"{allowed}, such as {field.default!r}, or a number"
-    raise _bad(field.name, shown, allowed)
+    raise _bad(field.name, given, allowed)
 
 
 def _check_text(name: str, value: str) -> None:
@@ -532,7 +531,7 @@ def _check_text(name: str, value: str) -> None:
         is_text = False
     if not is_text:
         allowed = "text without null characters" + ("" if is_file else ", in UTF-8")
-        raise _bad(name, "***" if name == "secret" else value, allowed)
+        raise _bad(name, value, allowed)
 
 
 #: Factors of the units that users write after a number of seconds, and after one of bytes.
@@ -560,7 +559,8 @@ def _number_like(field: msgspec.structs.FieldInfo, given: str) -> str:
 
 def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
     also = "".join(f" or {variable}" for variable in ALIASES.get(name, ()))
-    return InvalidArgument(f"{name}={given!r} (R2CC_{name.upper()}{also}): allowed is {allowed}")
+    shown = "***" if name == "secret" else given
+    return InvalidArgument(f"{name}={shown!r} (R2CC_{name.upper()}{also}): allowed is {allowed}")
 
 
 __all__ = [

@@ -74,14 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard_output()
         return 128 + signal.SIGPIPE
     except OSError as exc:
-        if is_exhaustion(exc.errno) and not is_full(exc):
-            why = describe_os_error(exc)
-            print(f"r2ccl: a resource of the operating system is exhausted: {why}", file=sys.stderr)
-            return 1
-        if not is_full(exc):
+        if is_full(exc):
+            discard_output()
+            text = f"the output cannot be written: {exc.strerror}"
+        elif is_exhaustion(exc.errno):
+            text = f"a resource of the operating system is exhausted: {describe_os_error(exc)}"
+        else:
             raise
-        discard_output()
-        print(f"r2ccl: the output cannot be written: {exc.strerror}", file=sys.stderr)
+        print(f"r2ccl: {text}", file=sys.stderr)
         return 1
     return status
 

@@ -196,9 +196,9 @@ class DeviceCollectives:
         given, others = streams_of(stream, *buffers)
         self._check()
         streams = (given, *others)
-        on_device = [each for each in buffers if isinstance(each, DeviceBuffer)]
-        known = [each.ordinal for each in on_device if each.ordinal != ANY_GPU]
-        active = self._open(known[0] if known else None, streams)
+        # All that are known are equal, and `ANY_GPU` is below them.
+        ordinal = max(each.ordinal for each in buffers if isinstance(each, DeviceBuffer))
+        active = self._open(ordinal, streams)
         with active.device.current():
             for each in streams:
                 require_no_capture(active.device, each)
@@ -308,15 +308,12 @@ class DeviceCollectives:
         device.wait(later, event)
         backend.recycle(event)
 
-    def _open(self, ordinal: int | None, streams: Sequence[Stream]) -> _ActiveDevice:
-        """Return the GPU in use; if there is none, open GPU `ordinal`, or GPU 0 if that is None.
-
-        `ordinal` is None if the arrays of the call have no memory, so that they fit any GPU.
-        """
+    def _open(self, ordinal: int, streams: Sequence[Stream]) -> _ActiveDevice:
+        """Return the GPU in use; if there is none, open GPU `ordinal`, or GPU 0 for `ANY_GPU`."""
         active = self._active
         if active is None:
-            active = self._active = self._make(ordinal or 0, streams)
-        if ordinal is not None and active.device.ordinal != ordinal:
+            active = self._active = self._make(max(ordinal, 0), streams)
+        if ordinal not in (ANY_GPU, active.device.ordinal):
             raise InvalidArgument(
                 f"rank {self._rank}: the array is on GPU {ordinal}, but this communicator uses GPU "
                 f"{active.device.ordinal}, which its first call on GPU arrays opened: copy the "

@@ -75,9 +75,8 @@ class Exclusions:
         timeout_s = job.config.timeout_s
         deadline = job.clock() + timeout_s
         while True:
-            has_ended = (
-                loop.error is not None or loop.is_closed
-            )  # read first: no answer comes later
+            # Read before the queue: no answer comes after the end.
+            has_ended = loop.error is not None or loop.is_closed
             with suppress(Empty):
                 refusal = answers.get(timeout=0 if has_ended else _LOOK_S)
                 break

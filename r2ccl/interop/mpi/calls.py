@@ -82,13 +82,12 @@ class Call(msgspec.Struct, frozen=True, eq=False):
         self.finish()
         return EMPTY
 
-    def wait(self, work: Any, timeout_s: float | None = None) -> CallOutcome:
+    def wait(self, work: Any) -> CallOutcome:
         """Wait for `work`, which `start` returned, and copy the result to the caller's memory.
 
-        If `timeout_s` is None, the only limit is the collective's own timeout, counted from its
-        start.
+        The only limit is the collective's own timeout, counted from its start.
         """
-        work.wait(threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
+        work.wait(threading.TIMEOUT_MAX)
         self.finish()
         return EMPTY
 

@@ -113,9 +113,9 @@ class MessageCall(msgspec.Struct, frozen=True, eq=False):
         """Begin to send or receive, and wait for the outcome."""
         return self.wait(self.begin())
 
-    def wait(self, work: Delivery, timeout_s: float | None = None) -> CallOutcome:
+    def wait(self, work: Delivery) -> CallOutcome:
         """Wait for `work`, which `start` returned; if it received a message, call `finish`."""
-        found = work.wait(timeout_s)
+        found = work.wait()
         if found is None or found is NO_MESSAGE:
             return _outcome(found, work)
         return _outcome(found, work)._replace(obj=self.finish(found))
