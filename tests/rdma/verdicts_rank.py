@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import r2ccl
-from r2ccl.failover.diagnosis.verdict import VerdictKind
+from r2ccl.failover.diagnosis.verdict import Verdict, VerdictKind
 
 NRANKS = 3
 NICS = int(os.environ["R2CC_RDMALAB_NICS"])
@@ -128,13 +128,12 @@ class Run:
         while not self.is_noticed(kind, before):
             assert time.monotonic() < give_up, "nothing came of the fault"
             self.allreduce(1)
-        self.await_verdicts(since_s)
+        self.await_verdicts(kind, since_s)
         if kind != "stop":
-            self.await_other_ends(since_s)
+            self.await_other_ends(kind, since_s)
         found = {
             f"{each.path.peer} {each.path.rail - self.first}": each.kind.value
-            for each in self.comm.verdicts()
-            if each.when_s > since_s
+            for each in self.verdicts(kind, since_s)
         }
         self.rounds.append(
             {"nic": nic, "node": node, "found": found,
@@ -159,24 +158,33 @@ class Run:
             self.comm.allreduce(x)
             assert (x == 3 + 3 * turn).all()
 
-    def await_verdicts(self, since_s: float) -> None:
+    def verdicts(self, kind: str, since_s: float) -> list[Verdict]:
+        """Return those of the round.
+
+        A rank that waits long for a NIC to fail is slow to others, on every path: that counts only
+        if a process was stopped.
+        """
+        new = [each for each in self.comm.verdicts() if each.when_s > since_s]
+        return [each for each in new if each.is_down or kind == "stop"]
+
+    def await_verdicts(self, kind: str, since_s: float) -> None:
         """Wait until there is one on each path that was given up."""
 
         def lost() -> set[tuple[int, int]]:
             return {(r.peer, r.rail) for r in self.comm.repairs() if r.failed_s > since_s}
 
         def judged() -> set[tuple[int, int]]:
-            return {tuple(v.path) for v in self.comm.verdicts() if v.when_s > since_s}
+            return {tuple(each.path) for each in self.verdicts(kind, since_s)}
 
         self.until(lambda: lost() <= judged())
         # An end that could not tell may hear better from the other.
         give_up = time.monotonic() + REVISION_S
-        while any(v.kind is VerdictKind.PATH and v.when_s > since_s for v in self.comm.verdicts()):
+        while any(each.kind is VerdictKind.PATH for each in self.verdicts(kind, since_s)):
             if time.monotonic() > give_up:
                 return
             time.sleep(0.02)
 
-    def await_other_ends(self, since_s: float) -> None:
+    def await_other_ends(self, kind: str, since_s: float) -> None:
         """Wait until both ends of each path have a verdict on it.
 
         An end that lost nothing on the path hears from the other, which may be later.
@@ -184,8 +192,8 @@ class Run:
         give_up = time.monotonic() + PATIENCE_S
         while True:
             judged = np.zeros((NRANKS, NRANKS, NICS), np.int64)
-            for each in self.comm.verdicts():
-                if each.when_s > since_s and each.path.rail >= self.first:
+            for each in self.verdicts(kind, since_s):
+                if each.path.rail >= self.first:
                     judged[self.comm.rank, each.path.peer, each.path.rail - self.first] = 1
             self.comm.allreduce(judged)
             if (judged == judged.transpose(1, 0, 2)).all():
