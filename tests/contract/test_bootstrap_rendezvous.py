@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.planes import RAILS, WAIT_S, Job, Number, environment, join, join_all
 from support.planes import start_job as start_job  # the fixture
@@ -172,11 +173,11 @@ def test_rails_are_chosen_by_the_numeric_control_address(listening: str) -> None
 
     name = {} if listening == "::" else {"control_address": "localhost"}
     with ExitStack() as stack, LocalJob(2) as job, ThreadPoolExecutor(2) as pool:
-        job.listener.close()
-        family = socket.AF_INET6 if listening == "::" else socket.AF_INET
-        address = (listening, job.share.port)
-        job.listener = socket.create_server(address, family=family, dualstack_ipv6=":" in listening)
-        stack.enter_context(job.listener)
+        if listening == "::":
+            both = socket.create_server((listening, 0), family=socket.AF_INET6, dualstack_ipv6=True)
+            job.listener = stack.enter_context(both)
+            port = both.getsockname()[1]
+            job.share = msgspec.structs.replace(job.share, port=port)
         futures = [
             pool.submit(
                 connect,
