@@ -21,15 +21,22 @@ SURE = 11
 SMALL = {"eager_nbytes": 1 << 10, "slice_nbytes": 1 << 12, "eager_slots": 2}
 
 
-#: Calls of each size once; without the largest, which is hundreds of small slices.
-QUICK = [(0, 3, 0, 5), (3, 3, 1, 5)]
+PROGRAMS = (programs.mixture, programs.repeated, programs.alternating)
+QUICK = [
+    (programs.mixture, 3, 3, 1, 5),
+    (programs.repeated, 0, 3, 0, 5),
+    (programs.alternating, 3, 3, 0, 1),
+]
 CASES = [
-    (*each, is_small, 10) for each in itertools.product(LIMITS, (2, 3, 4)) for is_small in (0, 1)
+    (*each, is_small, 10)
+    for each in itertools.product(PROGRAMS, LIMITS, (2, 3, 4))
+    for is_small in (0, 1)
 ]
 
 
-@pytest.mark.parametrize(("limit", "nranks", "is_small", "ncalls"), slow_but(QUICK, QUICK + CASES))
-@pytest.mark.parametrize("program", [programs.mixture, programs.repeated, programs.alternating])
+@pytest.mark.parametrize(
+    ("program", "limit", "nranks", "is_small", "ncalls"), slow_but(QUICK, QUICK + CASES)
+)
 def test_results_are_exact_wherever_a_call_leaves(program, limit, nranks, is_small, ncalls):
     given = functools.partial(program, limit, ncalls, SMALL if is_small else {})
     found = launch(given, nranks, timeout_s=100.0)
@@ -48,7 +55,7 @@ def test_results_have_the_bits_of_numpy(nranks: int) -> None:
     assert len(set(found[0])) == 3  # the same in every call
 
 
-@pytest.mark.parametrize("nranks", [2, 3])
+@pytest.mark.parametrize("nranks", slow_but([3], [2, 3]))
 @pytest.mark.parametrize("kind", programs.KINDS)
 def test_every_collective_is_repeated(kind: str, nranks: int) -> None:
     found = launch(functools.partial(programs.repetitions_of, kind), nranks, timeout_s=60.0)

@@ -12,8 +12,8 @@ from support.slow import slow_but
 
 #: Few slots, so that senders wait for confirmations.
 SMALL = {"eager_nbytes": 1 << 12, "slice_nbytes": 1 << 12, "eager_slots": 2}
-QUICK = [(0, 2, 0, 60), (1, 3, 1, 60), (2, 2, 0, 40)]
-QUICK_REPEATS = [(0, 2, 0, 6), (0, 3, 1, 4), (1, 4, 0, 3)]
+QUICK = [(0, 2, 0, 60), (1, 3, 1, 60)]
+QUICK_REPEATS = [(0, 3, 1, 4)]
 CASES = [
     (*each, is_small, 200)
     for each in itertools.product((0, 1, 2, 3), (2, 3, 4))
@@ -60,8 +60,10 @@ def test_a_receive_from_any_rank_is_no_repetition() -> None:
     assert launch(functools.partial(programs.with_any_source, 20), 2, timeout_s=60.0) == [0, 0]
 
 
-@pytest.mark.parametrize("count", [3_000, 30_000])
-@pytest.mark.parametrize("seed", slow_but((0, 1), range(10)))
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    slow_but([(1, 3_000), (1, 30_000)], itertools.product(range(10), (3_000, 30_000))),
+)
 def test_a_repeated_receive_takes_other_messages_too(seed: int, count: int) -> None:
     """Short and long ones."""
     (_, nsends, nsent), (nwrong, nreceives, ntook) = launch(

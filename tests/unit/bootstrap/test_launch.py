@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from support.limits import no_descriptor_left
+from support.slow import slow_but
 
 from r2ccl.bootstrap.launch import JobShare, LocalJob, describe_exit, launch
 from r2ccl.bootstrap.logs import TERMINAL_VARIABLE
@@ -252,30 +253,28 @@ def test_a_launch_without_descriptors_leaves_none_open(
     assert open_descriptors() == before, caught  # whose traceback holds what the call has made
 
 
-def test_ranks_start_if_standard_streams_are_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("closed", slow_but(["0, 1, 2"], ["0", "1", "2", "0, 1, 2"]))
+def test_ranks_start_if_standard_streams_are_closed(closed: str, tmp_path: Path) -> None:
     code = f"""if 1:
         import os
         from functools import partial
         from r2ccl.bootstrap.launch import launch
         from r2ccl.bootstrap.pool import launch_pool
 
-        for closed in ((0,), (1,), (2,), (0, 1, 2)):
-            if not os.fork():
-                for number in closed:
-                    os.close(number)
-                met = "__import__('r2ccl').init().nranks, print('hello', flush=True)"
-                found = [launch(partial(eval, met), 2)]
-                with launch_pool(2) as pool:
-                    found.append(pool.run(lambda comm: (comm.nranks, print("hello", flush=True))))
-                with open({str(tmp_path / "found")!r}, "a") as file:
-                    print(found == [[(2, None)] * 2] * 2, file=file)
-                os._exit(0)
-            os.wait()
+        for number in ({closed},):
+            os.close(number)
+        met = "__import__('r2ccl').init().nranks, print('hello', flush=True)"
+        found = [launch(partial(eval, met), 2)]
+        with launch_pool(2) as pool:
+            found.append(pool.run(lambda comm: (comm.nranks, print("hello", flush=True))))
+        with open({str(tmp_path / "found")!r}, "a") as file:
+            print(found == [[(2, None)] * 2] * 2, file=file)
+        os._exit(0)  # Python itself may fail to close a standard stream
     """
     subprocess.run(
         [sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=WAIT_S
     )
-    assert (tmp_path / "found").read_text() == "True\n" * 4
+    assert (tmp_path / "found").read_text() == "True\n"
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,11 @@ WRITING = [
 ]
 
 
-@pytest.mark.parametrize("arguments", [*WRITING, ["--help"]], ids=lambda each: each[0])
+@pytest.mark.parametrize(
+    "arguments",
+    slow_but([WRITING[0], WRITING[2], WRITING[4]], [*WRITING, ["--help"]]),
+    ids=lambda each: each[0],
+)
 def test_output_that_nobody_reads_ends_quietly(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -194,8 +194,8 @@ HERE: dict[str, Callable[[Reader], None]] = {
     "r2ccl netlab": sums_in_a_lab,
     "sbatch": sums_by_slurm,
 }
-#: The demo takes 8 s of CPU time. A test of the command runs a smaller one.
-QUICK = HERE.keys() - {"r2ccl demo"}
+#: These start many processes. Tests of the demo, and of launching on hosts, run smaller jobs.
+QUICK = HERE.keys() - {"kubectl", "r2ccl demo", "r2ccl launch --hosts", "sbatch"}
 #: First words of each command that no test of this folder runs, with the file that does.
 ELSEWHERE = {
     "make fresh": ".ci/run",

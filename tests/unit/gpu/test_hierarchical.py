@@ -100,7 +100,7 @@ class Cluster:
         together(self.nranks, close)
 
 
-@pytest.mark.parametrize("seed", slow_but([0, 3], range(4)))
+@pytest.mark.parametrize("seed", slow_but([3], range(4)))
 @pytest.mark.parametrize("count", slow_but([0, 5, 241], [0, 1, 5, 61, 121, 241, 1001]))
 @pytest.mark.parametrize(("nnodes", "nlocal"), [(2, 2), (3, 2), (2, 4)])
 def test_every_size_in_place_and_not(nnodes: int, nlocal: int, count: int, seed: int) -> None:

@@ -582,7 +582,7 @@ ODD = st.one_of(
     st.integers(-(1 << 63), (1 << 64) - 1),
     st.integers(-3, 3),
     st.floats(),
-    st.text(max_size=5),
+    st.text("a0. \u00e9\u4e00", max_size=5),
     st.sampled_from(["0000:00:00.0", "0001:00:00.0", "0002:01:00.0", "mlx5_0:1", "gpu"]),
     st.just("9" * 5000),
     st.binary(max_size=5),
