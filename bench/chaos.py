@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from r2ccl.testing import Action, Fault, FaultPlan
-from r2ccl.testing.netlab import Lab, unavailable_reason
-from r2ccl.testing.netlab.privilege import ensure_privileged
+from r2ccl.testing.netlab import Lab, LabError, ensure_privileged
 
 PROGRAM = str(Path(__file__).with_name("chaos_rank.py"))
 #: Seconds that a job runs, that its start takes, and after which it is considered hung.
@@ -118,11 +117,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=10**9, help="largest number of jobs")
     parser.add_argument("--json", metavar="FILE", help="write all rows")
     args = parser.parse_args()
-    reason = unavailable_reason()
-    if reason is not None:
-        print(f"chaos: cannot build a netlab on this machine: {reason}", file=sys.stderr)
+    try:
+        ensure_privileged()
+    except LabError as exc:
+        print(f"chaos: cannot build a netlab on this machine: {exc}", file=sys.stderr)
         return _EXIT_UNAVAILABLE
-    ensure_privileged()
     rows: list[dict[str, Any]] = []
     until_s = time.monotonic() + args.seconds
     while len(rows) < args.jobs and time.monotonic() < until_s:

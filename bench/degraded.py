@@ -284,8 +284,11 @@ def parse_arguments() -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if min(args.rate, args.rounds, *args.sizes) < 1:
-        parser.error("--rate, --rounds and sizes must be above 0")
+    sizes = args.sizes if args.what == "planner" else [args.nbytes]
+    if min(args.rate, args.rounds) < 1:
+        parser.error("--rate and --rounds must be above 0")
+    if any(nbytes < 4 or nbytes % 4 for nbytes in sizes):
+        parser.error("sizes must be multiples of 4 bytes, and above 0")
     return args
 
 

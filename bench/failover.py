@@ -61,11 +61,14 @@ _DURATION_S = 1.0
 _FLAP_MEAN_S = 0.1
 #: A fault that does not end by itself lasts for at least this many operations.
 _LEAST_DURING = 12
+#: Least size of an operation: a smaller one fits into the buckets of the shapers, so that it shows
+#: nothing of their rate.
+_LEAST_NBYTES = 1 << 20
 #: Columns of the table: more than the 80 that rich assumes for a pipe.
 _WIDTH = 120
 
 
-def draw_fault(kind: Action, rng: random.Random, rate_mbps: float) -> Fault:
+def draw_fault(kind: Action, rng: random.Random, rate_mbps: int) -> Fault:
     """Return a fault of `kind` on a random NIC or a random rank."""
     node, rail = rng.randrange(NODES), rng.randrange(RAILS)
     if kind is Action.STOP:
@@ -73,7 +76,7 @@ def draw_fault(kind: Action, rng: random.Random, rate_mbps: float) -> Fault:
     if kind is Action.ISOLATE:  # from the next node of the ring: only neighbours exchange data
         return Fault(action=kind, node=node, peer=(node + 1) % NODES, rail=rail)
     if kind is Action.SLOW:
-        rate = f"{rate_mbps / SLOW_PART:.0f}mbit"
+        rate = f"{1000 * rate_mbps // SLOW_PART}kbit"  # exact: bounds assume this part of the rate
         return Fault(action=kind, node=node, rail=rail, rate=rate)
     if kind is Action.FLAP:
         return Fault(
@@ -267,10 +270,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the results")
     add_json_argument(parser)
     args = parser.parse_args()
-    args.runs = args.runs or (2 if args.quick else 10)
-    args.nbytes = args.nbytes or (8 << 20 if args.quick else 16 << 20)
+    if args.runs is None:
+        args.runs = 2 if args.quick else 10
+    if args.nbytes is None:
+        args.nbytes = 8 << 20 if args.quick else 16 << 20
     if args.runs < 1 or args.rate < 4:
         parser.error("--runs must be above 0, --rate at least 4")
+    if args.nbytes % 4 or args.nbytes < _LEAST_NBYTES:
+        parser.error(f"--nbytes must be a multiple of 4, and at least {_LEAST_NBYTES}")
     return args
 
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from r2ccl.errors import InvalidArgument
 from r2ccl.testing import FaultPlan
 from r2ccl.testing.netlab import Lab, LabError, ensure_privileged
 
-_EXIT_UNAVAILABLE = 69
+_EXIT_USAGE, _EXIT_UNAVAILABLE = 2, 69
 #: Characters of a failed rank's output to report.
 _LAST_WORDS = 2000
 
@@ -55,12 +56,15 @@ def last_lines(
 def ready_for_labs(bench: str) -> Iterator[None]:
     """Run a block that builds labs; restart `bench` in a user namespace first, if it needs that.
 
-    End the process with 69 if no lab can be built here, and with 1 after a `Failure`; the message
-    begins with the name of the bench.
+    End the process with 2 if an option describes no lab, with 69 if no lab can be built here, and
+    with 1 after a `Failure`; the message begins with the name of the bench.
     """
     try:
         ensure_privileged()
         yield
+    except InvalidArgument as exc:
+        print(f"{bench}: {exc}", file=sys.stderr)
+        sys.exit(_EXIT_USAGE)
     except LabError as exc:
         print(f"{bench}: {exc}", file=sys.stderr)
         sys.exit(_EXIT_UNAVAILABLE)

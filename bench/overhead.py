@@ -104,8 +104,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="end within 60 s")
     add_json_argument(parser)
     args = parser.parse_args()
-    args.jobs = args.jobs or (2 if args.quick else 6)
-    args.rounds = args.rounds or (12 if args.quick else 30)
+    if args.jobs is None:
+        args.jobs = 2 if args.quick else 6
+    if args.rounds is None:
+        args.rounds = 12 if args.quick else 30
     args.loop_s = 0.05
     if min(args.jobs, args.rounds, args.nranks) < 1 or any(nbytes % 4 for nbytes in args.sizes):
         parser.error("--jobs, --rounds, --nranks must be above 0, --sizes multiples of 4 bytes")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import subprocess
 import sys
 import time
@@ -80,7 +81,8 @@ def sample(jobs: list[Job], collective: str, args: argparse.Namespace, out: Cons
                     iterations[key] = job.calibrate(nbytes, args.loop_s, collective)
                 count = iterations[key]
                 warmup = 1 + count // 10
-                samples[key].append(job.run(nbytes, count, warmup, collective=collective))
+                taken = job.run(nbytes, count, warmup, collective=collective)
+                samples[key].append(taken)  # a run that fails leaves no list without times
             except Unavailable as exc:
                 name = f"{job.library.name} over {job.library.transport}"
                 out.print(f"[red]{name} failed at {nbytes} bytes of {collective}:[/] {exc}")
@@ -151,8 +153,8 @@ def table_of(rows: list[Row], collective: str, nranks: int) -> Table:
 
 @contextmanager
 def neighbour(nice: int) -> Iterator[None]:
-    """Run a process that computes, with this niceness, until the context ends."""
-    code = f"import os\nos.nice({nice})\nwhile True: pass"
+    """Run a process that computes, with this niceness, until the context or this process ends."""
+    code = f"import os\nos.nice({nice})\nwhile os.getppid() == {os.getpid()}: sum(range(100_000))"
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
         yield

@@ -125,6 +125,8 @@ def serve(descriptor: int, launcher: int) -> None:
                 _preload(name)
         # Otherwise each rank's garbage collector writes to all objects, and so copies their pages.
         gc.freeze()
+        if wait([life], 0):
+            raise SystemExit(1)  # loading the code may have compiled it for a minute
         server = os.getpid()
         ranks: dict[int, int] = {}
         for rank in range(len(request.results)):
@@ -137,11 +139,11 @@ def serve(descriptor: int, launcher: int) -> None:
             ranks[rank] = pid
         for held in (*request.results, request.listener, *chain(*request.outputs)):
             os.close(held)
-        connection.send(list(ranks.values()))
+        _send(connection, list(ranks.values()))
         # Waiting for a rank frees its process id, so first let the launcher open its descriptor.
         _receive(connection, life)
         for rank, status in _exits(ranks, life):
-            connection.send((rank, status))
+            _send(connection, (rank, status))
 
 
 def _open_launcher(pid: int) -> int:
@@ -158,6 +160,14 @@ def _receive(connection: Connection, life: int) -> bytes:
     if life in wait([connection, life]):
         raise SystemExit(1)
     return connection.recv_bytes()
+
+
+def _send(connection: Connection, message: Any) -> None:
+    """Send a message to the launcher; exit if the launcher has ended."""
+    try:
+        connection.send(message)
+    except BrokenPipeError:
+        raise SystemExit(1) from None
 
 
 def _exits(ranks: Mapping[int, int], life: int) -> Iterator[tuple[int, int]]:

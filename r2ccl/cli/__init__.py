@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     The status is 2 after an `R2cclError`; its message is printed on standard error. As in a shell,
     the status is 130 after Ctrl-C, and 141 if the reader of standard output, such as ``head``, has
     closed it. It is 1 if the output cannot be written because the disk is full, or a resource of
-    the operating system, such as open files, is exhausted.
+    the operating system, such as open files or memory, is exhausted.
 
     Parameters
     ----------
@@ -82,6 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             raise
         print(f"r2ccl: {text}", file=sys.stderr)
+        return 1
+    except MemoryError as exc:
+        why = str(exc) or "memory"
+        print(f"r2ccl: a resource of the operating system is exhausted: {why}", file=sys.stderr)
         return 1
     return status
 

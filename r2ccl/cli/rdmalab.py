@@ -82,6 +82,8 @@ def main(args: argparse.Namespace) -> int:
         result = run(
             command, shape=shape, machine=machine, timeout_s=args.timeout, report=args.report
         )
+    except InvalidArgument as exc:
+        return _refuse(exc, _EXIT_USAGE)
     except RdmaLabError as exc:
         return _refuse(exc, _EXIT_BROKEN)
     if args.json is not None:

@@ -412,6 +412,8 @@ def test_files_with_nothing_of_a_table_are_refused(
         ["--what", "planner", "--nbytes", "2M"],
         ["--what", "planner", "--patterns", "4 of one node"],
         ["--what", "straggler", "--rounds", "0"],
+        ["--what", "straggler", "--nbytes", "0"],
+        ["--what", "planner", "--sizes", "2M,6"],
         ["--what", "collectives", "--sizes", "2M"],
     ],
 )

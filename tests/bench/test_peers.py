@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +94,34 @@ def test_a_library_without_the_collective_is_left_out_of_it(bench, monkeypatch, 
     assert [(row["collective"], row["library"], row["median_us"]) for row in rows] == [
         ("scan", "r2ccl", 3e6)
     ]
+
+
+def test_a_run_that_fails_leaves_the_rows_of_others(bench, monkeypatch) -> None:
+    peers, jobs = bench("peers"), bench("jobs")
+    args = arguments_of(peers, monkeypatch, "--sizes", "64", "--rounds", "1")
+
+    def hang(*_: Any, **__: Any) -> float:
+        raise jobs.Hung("a rank did not answer in time")
+
+    late = Answers(jobs.MPICH_TCP, [])
+    monkeypatch.setattr(late, "run", hang)
+    made = [Answers(jobs.R2CCL, [3.0]), late]
+    rows = peers.rows_of(peers.sample(made, "gather", args, Console()), "gather", 2)
+    assert [(row["library"], row["rounds"]) for row in rows] == [("r2ccl", 1)]
+
+
+def test_the_neighbour_of_a_killed_bench_ends(bench) -> None:
+    folder = str(Path(bench("peers").__file__).parent)
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+from peers import neighbour
+with neighbour(19):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    # The neighbour has the output, too: its end shows that the neighbour has ended.
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
 
 
 def test_both_transports_of_a_library_have_columns(bench, monkeypatch, capsys) -> None:

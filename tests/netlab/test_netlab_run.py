@@ -1,5 +1,6 @@
 """Programs in a lab: their environment, their ends, the faults applied to them, and the cleanup."""
 
+import io
 import json
 import os
 import select
@@ -59,6 +60,16 @@ def namespaces_of(name: str) -> list[str]:
 
 def quiet(_: str) -> None:
     """Drop the output; the result has it too."""
+
+
+def test_output_is_shown_in_a_locale_that_lacks_a_letter(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="latin-1"))
+    results = lab.run(["printf", "\u2192 \u00b5\n"])
+    assert [each.returncode for each in results] == [0] * 4
+    assert all(line.endswith(b" \\u2192 \xb5") for line in shown.getvalue().splitlines())
 
 
 def test_ranks_find_who_and_where_they_are(lab: Lab) -> None:

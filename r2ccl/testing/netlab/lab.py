@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -371,7 +372,11 @@ def _read_whole(descriptor: int) -> bytes:
 
 
 def _print_line(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except UnicodeEncodeError:  # the locale of this process lacks a character of the program
+        encoding = sys.stdout.encoding
+        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 __all__ = ["Lab"]

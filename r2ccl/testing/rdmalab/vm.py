@@ -141,6 +141,8 @@ def run(
 
     Raises
     ------
+    InvalidArgument
+        If `report` cannot be made.
     RdmaLabError
         If a requirement is missing, KVM is requested and cannot be used, the machine does not share
         a directory that the run needs, the machine does not boot, the devices cannot be made, the
@@ -156,12 +158,19 @@ def run(
         _check_shared(path)
     values = {**os.environ, **shape.environment(), **(environment or {})}
     if report is not None:
-        report.mkdir(parents=True, exist_ok=True)
+        try:
+            report.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise InvalidArgument(
+                f"the directory {report} for results cannot be made ({exc.strerror}): give a path "
+                "in a writable directory"
+            ) from exc
         values[REPORT] = str(report.resolve())
     with tempfile.TemporaryDirectory(prefix="r2ccl-rdmalab-", ignore_cleanup_errors=True) as name:
         private = Path(name)
         script = private / "run.sh"
-        script.write_text(guest_script(command, shape, values, private), encoding="utf-8")
+        text = guest_script(command, shape, values, private)
+        script.write_bytes(os.fsencode(text))  # as Python decoded arguments and variables
         began = time.monotonic()
         with _started(private, _virtme_command(script, machine)) as process:
             is_timed_out = not _pass_on(process, began + timeout_s, sink or _print)

@@ -306,6 +306,34 @@ def test_a_server_that_exits_early_leaves_none_open(capfd: pytest.CaptureFixture
     assert open_descriptors() == before, caught
 
 
+#: Module that the server imports before it forks, in the place of psutil: it kills the launcher.
+KILLS_THE_LAUNCHER = """
+import os, signal, sys
+if "it.serve" in sys.orig_argv[-1]:
+    os.kill(os.getppid(), signal.SIGKILL)
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["psutil"]
+import psutil
+"""
+
+
+def test_a_server_whose_launcher_is_killed_ends_quietly(tmp_path: Path) -> None:
+    (tmp_path / "psutil.py").write_text(KILLS_THE_LAUNCHER)
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from r2ccl.bootstrap.launch import launch
+launch(lambda: print("a rank runs", flush=True), 2)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=3 * WAIT_S, check=False,
+    )  # fmt: skip
+    assert ran.returncode == -signal.SIGKILL
+    assert "Traceback" not in ran.stderr
+    assert not ran.stdout
+
+
 def test_an_interrupt_of_the_launcher_reaches_every_rank_once() -> None:
     code = (
         "import os, r2ccl, time\n"

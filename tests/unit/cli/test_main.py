@@ -157,6 +157,20 @@ def test_an_exhausted_resource_is_one_line() -> None:
     assert line.startswith("r2ccl: a resource of the operating system is exhausted: EMFILE: ")
 
 
+def test_an_array_larger_than_the_address_space_is_one_line() -> None:
+    ran = subprocess.run(
+        [*R2CCL, "bench", "--nranks", "1", "-b", "1000000G", "-n", "1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert "Traceback" not in ran.stderr
+    line = ran.stderr.splitlines()[-1]
+    assert line.startswith("r2ccl: a resource of the operating system is exhausted: Unable to ")
+
+
 def test_a_pipe_that_is_not_the_output_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise BrokenPipeError

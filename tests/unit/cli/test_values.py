@@ -57,6 +57,7 @@ def test_ranges_of_sizes_end() -> None:
     assert list(size_range(4, 100, step=1, factor=3)) == [4, 12, 36]
     assert list(size_range(4, 12, step=4, factor=1)) == [4, 8, 12]
     assert list(size_range(0, 9, step=0, factor=2)) == [0, 1, 2, 4, 8]
+    assert list(size_range(8, 16, step=0, factor=1e308)) == [8]
     with pytest.raises(ValueError, match="never reach"):
         list(size_range(0, 9, step=0, factor=1))
 

@@ -242,6 +242,24 @@ def test_output_status_environment_and_report_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("bare")
+def test_bytes_that_are_not_utf_8_reach_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "MINE", os.fsdecode(b"\xfe"))
+    word = os.fsdecode(b"\xff")
+    result, output = run(f"printf '%s %s' \"$MINE\" {word} | od -An -tx1")
+    assert (result.status, output.split()[-3:]) == (0, ["fe", "20", "ff"])
+
+
+def test_a_report_that_is_a_file_is_a_wrong_command_line(
+    bare: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(command, "prepare", lambda say: None)
+    assert command.main(parsed("--report", str(file), "--", "true")) == 2
+    assert f"{file} for results cannot be made (File exists)" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("bare")
 def test_results_are_not_sent_where_the_machine_has_a_directory() -> None:
     with pytest.raises(RdmaLabError, match="which has its own /var/tmp"):
         run("true", report=Path("/var/tmp/report"))
