@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import selectors
+import signal
 import threading
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -88,6 +89,9 @@ class ControlLoop:
             )  # fmt: skip
 
     def _run(self) -> None:
+        # asyncio sends without MSG_NOSIGNAL; if the user's program has set SIGPIPE to its default
+        # action, a broken connection would end the process.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()

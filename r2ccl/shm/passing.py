@@ -16,6 +16,7 @@ import secrets
 import select
 import socket
 import struct
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -221,7 +222,8 @@ def _dial(
         connection.settimeout(_HANDSHAKE_S)
         connection.connect(_abstract(name))
         _check_process(connection)
-        connection.sendall(dialer.prove(_receive(connection, OPENING_NBYTES, deadline)))
+        proof = dialer.prove(_receive(connection, OPENING_NBYTES, deadline))
+        connection.sendall(proof, socket.MSG_NOSIGNAL)
         dialer.confirm(_receive(connection, ANSWER_NBYTES, deadline))
         return _swap(connection, own, deadline)
 
@@ -246,12 +248,12 @@ def _accept_all(
             try:
                 _check_process(connection)
                 acceptor = Acceptor(secret, secrets.token_bytes(NONCE_NBYTES))
-                connection.sendall(acceptor.opening())
+                connection.sendall(acceptor.opening(), socket.MSG_NOSIGNAL)
                 claim = acceptor.verify(_receive(connection, PROOF_NBYTES, each))
                 wanted = Claim(Purpose.SEGMENT, place.communicator, claim.src, place.index)
                 if claim != wanted or claim.src not in missing:
                     continue
-                connection.sendall(acceptor.answer())
+                connection.sendall(acceptor.answer(), socket.MSG_NOSIGNAL)
                 found[claim.src] = _swap(connection, own, each)
                 missing.discard(claim.src)
             except (HandshakeRejected, OSError):
@@ -259,7 +261,9 @@ def _accept_all(
 
 
 def _swap(connection: socket.socket, own: Segment, deadline: Deadline) -> Segment:
-    socket.send_fds(connection, [b"s"], [own.descriptor])
+    # Not `socket.send_fds`, which ignores its flags.
+    passed = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [own.descriptor]))
+    connection.sendmsg([b"s"], [passed], socket.MSG_NOSIGNAL)
     deadline.until_readable(connection)
     message, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if message != b"s" or len(descriptors) != 1:

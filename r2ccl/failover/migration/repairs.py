@@ -88,7 +88,8 @@ class RepairLog:
     def fenced(self, key: PathKey, epoch: int, now: float) -> None:
         """Record that the local end of `key` is fenced after its failure in `epoch`.
 
-        Do nothing if there is no record of this failure: the path was closed as idle.
+        Do nothing if there is no record of this failure: the path was closed as idle, or while this
+        rank leaves.
         """
         for repair in self._last(key, epoch):
             repair.fenced_s = now

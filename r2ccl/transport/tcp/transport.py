@@ -661,12 +661,15 @@ class TcpTransport(PreconnectedTransport):
         return False
 
     def _write_some(self, conn: Connection) -> bool:
-        """Write from ``sending`` by one system call; return False if the socket took only part."""
+        """Write from ``sending`` by one system call; return False if the socket took only part.
+
+        If the connection is broken, the call raises no SIGPIPE, which may end the user's process.
+        """
         sending = conn.sending
         if len(sending) == 1:
             given = sending[0][:_CALL_NBYTES]
             asked = len(given)
-            n = conn.sock.send(given)
+            n = conn.sock.send(given, socket.MSG_NOSIGNAL)
         else:
             parts = []
             asked = 0
@@ -676,7 +679,7 @@ class TcpTransport(PreconnectedTransport):
                 asked += len(parts[-1])
                 if asked >= _CALL_NBYTES or len(parts) == 64:
                     break
-            n = conn.sock.sendmsg(parts)
+            n = conn.sock.sendmsg(parts, (), socket.MSG_NOSIGNAL)
         left = n
         while sending and left >= len(sending[0]):
             left -= len(sending.popleft())

@@ -158,6 +158,8 @@ class RdmaDevice:
         self._npeers = npeers
         #: True after an async event of the NIC: the port's GID may have changed since `find_gid`.
         self._is_stale = False
+        #: True once the device refused to destroy an object, which is logged once.
+        self._has_refused = False
         with ExitStack() as opened:
             if neighbours is not None:
                 opened.callback(neighbours.close)
@@ -177,17 +179,17 @@ class RdmaDevice:
         with _opening, _openable(self.name):
             before = _device_fds()
             self.context, self.async_fd = _with_new_fd(lambda: Context(name=self.name))
-            opened.callback(self.context.close)
+            opened.callback(self.destroy, self.context)
             os.set_blocking(self.async_fd, False)
             self._require_completions()
             self.pd = PD(self.context)
-            opened.callback(self.pd.close)
+            opened.callback(self.destroy, self.pd)
             #: Registers memory with this NIC; its regions must be closed before the device.
             self.registrar = PdRegistrar(self.name, self.pd, _ACCESS)
             self.channel, self.channel_fd = _with_new_fd(lambda: CompChannel(self.context))
-            opened.callback(self.channel.close)
+            opened.callback(self.destroy, self.channel)
             self.cq = CQ(self.context, completions(self._npeers), None, self.channel)
-            opened.callback(self.cq.close)
+            opened.callback(self.destroy, self.cq)
             self._descriptors = _device_fds() - before
 
     def _require_completions(self) -> None:
@@ -446,6 +448,22 @@ class RdmaDevice:
             The error of pyverbs or of the compiled code.
         """
         return TransportError(f"{self.name} refused to {what}: {exc}", status="DEVICE")
+
+    def destroy(self, *parts: Any) -> None:
+        """Close objects of the device in this order; log it if the device refuses.
+
+        When a device is removed, the kernel destroys all objects of the device, and refuses every
+        later call. An object that cannot be destroyed is therefore taken to be destroyed already.
+        """
+        for part in parts:
+            try:
+                part.close()
+            except PyverbsError as exc:
+                if not self._has_refused:
+                    self._has_refused = True
+                    _log.warning(
+                        "%s refused to free a resource: %s; was it removed?", self.name, exc
+                    )
 
     def close(self) -> None:
         """Free all resources; queue pairs and memory regions must be closed already."""

@@ -165,9 +165,7 @@ class ProbeEnd:
 
     def destroy(self) -> None:
         """Destroy the queue pair, if there is one."""
-        for part in (self._qp, self._write):
-            if part is not None:
-                part.close()
+        self._device.destroy(*(part for part in (self._qp, self._write) if part is not None))
         self._qp = self._write = None
         self.qp_num = -1
 
@@ -318,8 +316,8 @@ class VerbsProber:
             ends.clear()
         self._open.clear()
         self._asked.clear()
-        for domain in self._domains:
-            domain.close()
+        for device, domain in zip(self._devices, self._domains, strict=True):
+            device.destroy(domain)
 
     def _enter(self, end: ProbeEnd) -> None:
         self._ends[end.nic][end.qp_num] = end

@@ -148,7 +148,7 @@ class QueuePair:
         self._life = 0
         try:
             with ExitStack() as opened:
-                opened.callback(self._region.close)
+                opened.callback(device.destroy, self._region)
                 self._make()
                 opened.callback(self._close_queue)
                 self._begin()
@@ -443,14 +443,15 @@ class QueuePair:
             raise self._device.refusal("reset a queue pair", exc) from exc
 
     def close(self) -> None:
-        """Destroy the queue pair; afterwards no peer can write to this rank's memory through it."""
+        """Destroy the queue pair; afterwards no peer can write to this rank's memory through it.
+
+        The queue pair of a device that was removed is destroyed already.
+        """
         self._close_queue()
-        self._region.close()
+        self._device.destroy(self._region)
 
     def _close_queue(self) -> None:
-        self._qp.close()
-        for request in (self._receive, self._marker, self._hello, self._write):
-            request.close()
+        self._device.destroy(self._qp, self._receive, self._marker, self._hello, self._write)
 
     def _post(
         self, work: RequestKind, imm: int, source: tuple[int, int, int], target: tuple[int, int]

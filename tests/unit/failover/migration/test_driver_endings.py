@@ -81,6 +81,15 @@ def test_a_leaving_rank_tells_all_its_sessions() -> None:
     assert world.revocation.is_leaving
 
 
+def test_a_path_that_ends_while_this_rank_leaves_is_no_repair() -> None:
+    world = World()
+    world.revocation.leave()
+    world.fail(A)
+    world.repair(A)
+    assert world.transport.fenced == [A]
+    assert not world.migration.log.repairs
+
+
 def test_a_reason_is_passed_on_once() -> None:
     world = World(nranks=4)
     message = Revoke("TransportTimeout", "too late", 2)

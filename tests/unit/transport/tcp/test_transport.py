@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import sys
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from r2ccl.errors import InternalError
-from r2ccl.transport.base import Arrived, Frame
+from r2ccl.transport.base import Arrived, Failed, Frame
 from r2ccl.transport.tcp.connection import Connection, NamedPlace, pack_data
 from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import BYPASS, PathKey
@@ -96,3 +97,24 @@ def test_a_congestion_control_that_is_missing_is_told_once(
     transport.close()
     for each in far:
         each.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 8])
+def test_a_broken_connection_raises_no_signal(transport: TcpTransport, nbytes: int) -> None:
+    """A program may have set SIGPIPE to its default action, which ends the process."""
+    raised: list[int] = []
+    before = signal.signal(signal.SIGPIPE, lambda number, _: raised.append(number))
+    try:
+        far, conn = open_path(transport, PathKey(1, 0))
+        far.close()
+        for seq in range(2):  # the kernel answers the first by a reset
+            frame = Frame(0, seq, 0, 1, 0)
+            transport.isend(conn.path, frame, memoryview(bytes(nbytes)), None)
+            transport.flush()
+        assert [event for event in transport.poll(0.0) if isinstance(event, Failed)] == [
+            Failed(conn.path, "EPIPE", "[Errno 32] Broken pipe")
+        ]
+        assert raised == []
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+        transport.close()

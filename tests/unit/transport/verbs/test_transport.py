@@ -351,6 +351,43 @@ def test_a_removed_device_takes_its_rail_down(
     assert pair.near.poll(0.0) == []
 
 
+def test_what_a_removed_nic_had_counts_as_destroyed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel refuses every call for it; the other NIC is freed nevertheless."""
+
+    def refuse(call: Any) -> Any:
+        def called(part: Any, *given: Any) -> Any:
+            if (part if isinstance(part, FakeContext) else part.context).name == "n0r0":
+                raise pair.error
+            return call(part, *given)
+
+        return called
+
+    with paired(2) as pair:
+        qps = pair.near._devices[0].context.fabric.qps
+        for rail in (0, 1):
+            pair.connect(PathKey(1, rail))
+            pair.near.offer(ProbeKey(1, rail, rail)).info  # noqa: B018  makes its queue pair
+        end = pair.near.offer(ProbeKey(1, 0, 0))
+        assert end.info
+        for kind, call in [(FakeQueuePair, "modify"), (FakeQueuePair, "close"),
+                           (FakeDomain, "close"), (FakeContext, "close")]:  # fmt: skip
+            monkeypatch.setattr(kind, call, refuse(getattr(kind, call)))
+        end.close()
+        pair.near.fence(PATH)
+        assert pair.near.poll(0.0) == [Fenced(PATH)]
+        assert pair.near.poll(0.0) == []
+        pair.near.close()
+        assert {qp.context.name for qp in qps.values()} == {"n0r0", "n1r0", "n1r1"}
+        os.close(pair.near._devices[0].async_fd)
+    assert [record.getMessage() for record in caplog.records] == [
+        "n0r0 refused to free a resource: gone; was it removed?",
+        "rank 0: rail 0 to rank 1: n0r0 refused to flush a queue pair: gone; the queue pair is "
+        "destroyed",
+    ]
+
+
 def test_nics_are_opened_by_one_thread_at_a_time(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
