@@ -13,6 +13,7 @@ queue pairs and memory regions must be closed before that call.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import os
@@ -68,6 +69,8 @@ _ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
 _NPEERS = 32
 #: Maximum number of completions that one call of `RdmaDevice.completions` returns.
 BATCH = 256
+#: Error numbers of calls for a device that was removed.
+_REMOVED = (errno.EIO, errno.ENODEV)
 #: Held while a NIC is opened: its descriptors are found as those that are new in the process.
 _opening = threading.Lock()
 
@@ -158,8 +161,8 @@ class RdmaDevice:
         self._npeers = npeers
         #: True after an async event of the NIC: the port's GID may have changed since `find_gid`.
         self._is_stale = False
-        #: True once the device refused to destroy an object, which is logged once.
-        self._has_refused = False
+        #: True once `destroy` has found that the device was removed.
+        self._is_removed = False
         with ExitStack() as opened:
             if neighbours is not None:
                 opened.callback(neighbours.close)
@@ -450,20 +453,25 @@ class RdmaDevice:
         return TransportError(f"{self.name} refused to {what}: {exc}", status="DEVICE")
 
     def destroy(self, *parts: Any) -> None:
-        """Close objects of the device in this order; log it if the device refuses.
+        """Close objects of the device in this order.
 
-        When a device is removed, the kernel destroys all objects of the device, and refuses every
-        later call. An object that cannot be destroyed is therefore taken to be destroyed already.
+        When a device is removed, the kernel destroys all of its objects, and answers every later
+        call with one of `_REMOVED`. The object then counts as destroyed, which is logged once.
+
+        Raises
+        ------
+        PyverbsError
+            If the device refuses for another reason.
         """
         for part in parts:
             try:
                 part.close()
             except PyverbsError as exc:
-                if not self._has_refused:
-                    self._has_refused = True
-                    _log.warning(
-                        "%s refused to free a resource: %s; was it removed?", self.name, exc
-                    )
+                if getattr(exc, "error_code", None) not in _REMOVED:
+                    raise
+                if not self._is_removed:
+                    self._is_removed = True
+                    _log.warning("%s was removed, with all of its resources: %s", self.name, exc)
 
     def close(self) -> None:
         """Free all resources; queue pairs and memory regions must be closed already."""

@@ -197,5 +197,6 @@ def test_a_device_that_fails_to_open_or_close_leaves_none_open(
 
         monkeypatch.setattr(loaded.device.CQ, "close", refuse)
         device = loaded.device.RdmaDevice("near0", 1, lambda: (0, "fe80::1"), neighbours, "0")
-        device.close()
+        with pytest.raises(loaded.device.PyverbsError, match="busy"):
+            device.close()
         assert neighbours.is_closed

@@ -48,7 +48,7 @@ class Pair:
     def __init__(self, loaded: Any, nics: int = 1) -> None:
         self.loaded = loaded
         self.now = 100.0
-        self.error: Exception = loaded.device.PyverbsError("gone")
+        self.error: Any = loaded.device.PyverbsError("gone")
         self.near, self.far = (self._open(rank, nics) for rank in (0, 1))
 
     def _open(self, rank: int, nics: int) -> Any:
@@ -365,6 +365,7 @@ def test_what_a_removed_nic_had_counts_as_destroyed(
         return called
 
     with paired(2) as pair:
+        pair.error.error_code = errno.EIO
         qps = pair.near._devices[0].context.fabric.qps
         for rail in (0, 1):
             pair.connect(PathKey(1, rail))
@@ -382,7 +383,7 @@ def test_what_a_removed_nic_had_counts_as_destroyed(
         assert {qp.context.name for qp in qps.values()} == {"n0r0", "n1r0", "n1r1"}
         os.close(pair.near._devices[0].async_fd)
     assert [record.getMessage() for record in caplog.records] == [
-        "n0r0 refused to free a resource: gone; was it removed?",
+        "n0r0 was removed, with all of its resources: gone",
         "rank 0: rail 0 to rank 1: n0r0 refused to flush a queue pair: gone; the queue pair is "
         "destroyed",
     ]
