@@ -18,7 +18,7 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.failover import Failover
 from r2ccl.failover.migration.calls import CONTEXT_SHIFT, Calls
-from r2ccl.failover.migration.link import RecvLink
+from r2ccl.failover.migration.link import Landing, RecvLink
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.migration.path import Path
 from r2ccl.failover.revocation import Revoke
@@ -137,6 +137,7 @@ class Progress:
         self._migration = failover.migration
         self._revocation = failover.revocation
         self._repairs = self._migration.log
+        links.on_later = self._on_later
         #: Executors of the work that running calls have deferred.
         self._computers: dict[Calls[Consumer], Computer] = {}
         self._handlers: dict[Any, Callable[..., None]] = {
@@ -290,7 +291,7 @@ class Progress:
             payload = bytes(payload)
         if event.is_confirmed:
             link.acked = max(link.acked, frame.seq + 1)
-        if link.arrived(frame.seq, payload):
+        if link.arrived(frame.seq, payload, frame.op):
             links.deliver(link)
 
     def _on_cleared(self, event: Cleared) -> None:
@@ -369,6 +370,22 @@ class Progress:
             mine = (pairs or {}).get((peer, is_sent)) or _with_count_of(mine, signature)
         if mine != signature:
             self._revocation.revoke(self._difference(peer, op, mine, signature, is_sent))
+
+    def _on_later(self, peer: int, landing: Landing) -> None:
+        """Revoke the communicator: a slice of a later call of `peer` is in the place of `landing`.
+
+        The slices of a link are numbered over all calls, so `peer` has sent less in this call.
+        """
+        rank, mine = self.rank, describe(landing.signature)
+        self._revocation.revoke(
+            Revoke(
+                "InvalidArgument",
+                f"call {landing.op} differs between ranks: rank {rank} called {mine}, rank {peer} "
+                f"called a collective that sends less to rank {rank}; all ranks must pass the same "
+                "collective, dtype, op, root, count, counts and schedule",
+                rank,
+            )
+        )
 
     def _difference(self, peer: int, op: int, mine: int, theirs: int, is_sent: bool) -> Revoke:
         """Return the `Revoke` that describes how the calls of this rank and of `peer` differ."""

@@ -109,6 +109,16 @@ def test_ranks_that_wait_for_each_other_are_told(
         assert took_s < 5.0
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("compiled", slow_but(["auto"], ["auto", "0"]))
+def test_data_of_a_later_call_is_not_used(is_early: bool, compiled: str) -> None:
+    for error in launch(
+        partial(failure_programs.leave_out, is_early, compiled), 2, timeout_s=TIMEOUT_S
+    ):
+        assert error.startswith("InvalidArgument: call 2 differs between ranks: rank 0 called")
+        assert "rank 1 called a collective that sends less to rank 0; all ranks must" in error
+
+
 @pytest.mark.parametrize(("count", "shm"), [(3, 0), (100_000, 0), (100_000, 1)])
 def test_a_rank_that_closes_too_early_is_told(count: int, shm: int) -> None:
     run = partial(failure_programs.close_before_the_last_call, count, shm)

@@ -62,6 +62,30 @@ def wait_for_each_other(what: str) -> tuple[str, float]:
         return text, time.monotonic() - begin
 
 
+def leave_out(is_early: bool, compiled: str) -> str:
+    """Leave out a call on rank 1, whose next one has the same form; return the error.
+
+    If `is_early`, data of the next call is at rank 0 before rank 0 makes the call left out.
+    """
+    with r2ccl.init(shm=0, compiled=compiled) as comm:
+        x, engine = np.ones(4), comm._engine
+        comm.barrier()
+        if comm.rank:
+            # As a collective that neither sends to rank 0 nor waits for it.
+            engine.call(functools.partial(engine._calls.pass_over, 1))
+        elif is_early:
+            links = engine._links.receivers
+            while not any(link.arrivals for link in links.values()):
+                time.sleep(0.001)
+        try:
+            comm.allgather(x)
+            comm.barrier()  # rank 1 may have its data, as it sees no call left out
+        except r2ccl.R2cclError as exc:
+            return f"{type(exc).__name__}: {exc}"
+        comm.abort()
+        return "no error"
+
+
 def close_before_the_last_call(count: int, shm: int) -> tuple[str, float]:
     """Call `close` on rank 1 while rank 0 scatters; return the error, and its delay."""
     begin, text = 0.0, "no error"

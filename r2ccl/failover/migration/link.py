@@ -373,8 +373,9 @@ class RecvLink:
         self.last_used = 0
         #: Receives posted whose slices are not delivered, by number.
         self.landings: dict[int, Landing] = {}
-        #: Slices that arrived but are not delivered: seq -> payload if eager, None if cleared.
-        self.arrivals: dict[int, memoryview | bytes | None] = {}
+        #: Slices that arrived but are not delivered: seq -> number of the peer's call, and payload
+        #: if eager, None if cleared.
+        self.arrivals: dict[int, tuple[int, memoryview | bytes | None]] = {}
         self.duplicates = 0
 
     def post(
@@ -408,21 +409,22 @@ class RecvLink:
         is_alone = all(other.path == landing.path for other in self.landings.values())
         return landing.seq + 1 if is_alone else 0
 
-    def arrived(self, seq: int, payload: memoryview | bytes | None) -> bool:
+    def arrived(self, seq: int, payload: memoryview | bytes | None, op: int = 0) -> bool:
         """Record the arrival of slice `seq`; return False if it is a duplicate, which is dropped.
 
-        `payload` is the data of an eager slice, None for a cleared one.
+        `payload` is the data of an eager slice, None for a cleared one. `op` is the number of the
+        call in which the peer sent the slice; 0 for a message.
         """
         if seq < self.received or seq in self.arrivals:
             self.duplicates += 1
             return False
-        self.arrivals[seq] = payload
+        self.arrivals[seq] = op, payload
         while self.received in self.arrivals:
             self.received += 1
         return True
 
-    def take(self) -> tuple[Landing, memoryview | bytes | None] | None:
-        """Remove the next slice in order and return its receive and its payload.
+    def take(self) -> tuple[Landing, int, memoryview | bytes | None] | None:
+        """Remove the next slice in order; return its receive, the peer's call and the payload.
 
         Return None if the slice has not arrived or has no posted receive. The payload is None if
         the data is in the landing place.
@@ -431,7 +433,7 @@ class RecvLink:
         if seq not in self.arrivals or seq not in self.landings:
             return None
         self.delivered = seq + 1
-        return self.landings.pop(seq), self.arrivals.pop(seq)
+        return self.landings.pop(seq), *self.arrivals.pop(seq)
 
     def consume(self) -> None:
         """Count the oldest delivered slice as consumed: it may be confirmed.

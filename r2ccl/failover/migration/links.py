@@ -112,6 +112,8 @@ class Links:
         self.unconfirmed: dict[RecvLink, None] = {}
         self._confirm_after = context.config.confirm_after
         self._on_added: Callable[[int, int], None] | None = None
+        #: Called with the peer and the receive if a slice of a later call has arrived in its place.
+        self.on_later: Callable[[int, Landing], None] | None = None
         self._drops_messages = False
 
     def add_peer(self, peer: int) -> list[Path]:
@@ -366,14 +368,18 @@ class Links:
         """Pass the slices that have arrived and have a posted receive to their consumers, in order.
 
         Slices of a call that has ended are dropped. For a slice without a posted receive,
-        `Calls.on_unposted` is called; if that is None, the slice waits.
+        `Calls.on_unposted` is called; if that is None, the slice waits. A slice that the peer sent
+        in a later call than the one that the receive belongs to is passed to `on_later` instead:
+        the peer has sent less in that call than this rank expects.
         """
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         while link.delivered in link.arrivals:
             taken = link.take()
             if taken is not None:
-                landing, payload = taken
-                if landing.op == calls.op:
+                landing, op, payload = taken
+                if op > landing.op and self.on_later is not None:
+                    self.on_later(link.peer, landing)
+                elif landing.op == calls.op:
                     landing.owner.on_slice(landing, payload)
                     self.touch(landing.owner)
             elif calls.on_unposted is None:

@@ -466,7 +466,7 @@ class CompiledCalls:
             self._arena = np.empty(1 << (wanted - 1).bit_length(), np.uint8)
         _reset(program, self._arena)
         for end in program.ends:
-            if not self._import(program, end):
+            if not self._import(program, end, calls.op):
                 return None
         words[at.OP] = calls.op
         program.slots[0] = [calls.op, *(words[end.row + at.FIRST_SENT] for end in program.ends)]
@@ -490,8 +490,8 @@ class CompiledCalls:
             at_conn += at.CONN_NWORDS
         return conns
 
-    def _import(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy the counts of a pair of links, and the frames of the call that have arrived.
+    def _import(self, program: CompiledProgram, end: LinkPair, op: int) -> bool:
+        """Copy the counts of a pair of links, and the frames of call `op` that have arrived.
 
         Return False if these frames do not fit, or slices of earlier calls are in progress.
         """
@@ -507,7 +507,7 @@ class CompiledCalls:
         words[row + at.ACKED] = receiver.acked
         if sender.clears and not self._import_clears(program, end):
             return False
-        return not receiver.arrivals or self._import_arrivals(program, end)
+        return not receiver.arrivals or self._import_arrivals(program, end, op)
 
     def _import_clears(self, program: CompiledProgram, end: LinkPair) -> bool:
         """Copy the number of slices for which the peer has announced landing places.
@@ -529,17 +529,18 @@ class CompiledCalls:
             program.view[end.row + at.CLEARED] = ordinal + 1
         return True
 
-    def _import_arrivals(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy the call's eager slices that have arrived already.
+    def _import_arrivals(self, program: CompiledProgram, end: LinkPair, op: int) -> bool:
+        """Copy the eager slices of call `op` that have arrived already.
 
-        Return False if one of these slices has another size than the call expects, or is cleared.
+        Return False if one of these slices has another size than the call expects, is cleared, or
+        is of another call.
         """
         arrived = program.arrived(end.number)
-        for seq, payload in end.receiver.arrivals.items():
+        for seq, (theirs, payload) in end.receiver.arrivals.items():
             ordinal = seq - end.receiver.posted
             if ordinal < end.nreceives:
                 nbytes = program.slice_nbytes(end.number, ordinal, is_sent=False)
-                if payload is None or len(payload) != nbytes:
+                if payload is None or len(payload) != nbytes or theirs != op:
                     return False
                 start = program.places[end.number][ordinal]
                 program.arena[start : start + nbytes] = np.frombuffer(payload, np.uint8)
