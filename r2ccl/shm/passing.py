@@ -34,7 +34,7 @@ from r2ccl.bootstrap.auth import (
     Secret,
 )
 from r2ccl.clock import monotonic
-from r2ccl.errors import TransportError, describe_os_error
+from r2ccl.errors import TransportError, describe_os_error, errno_name
 from r2ccl.shm.segment import Segment
 from r2ccl.types import AllgatherBytes, pack_text, unpack_text
 
@@ -101,6 +101,9 @@ class Deadline(NamedTuple):
 class SegmentListener:
     """Unix socket at which the higher ranks of the host connect to this rank.
 
+    Two descriptors are reserved for `pass_segments`: one for a connection, one for the segment of a
+    peer. A lack of descriptors is thus found before other ranks wait for this one.
+
     Parameters
     ----------
     nranks : int
@@ -112,18 +115,28 @@ class SegmentListener:
         Name of the socket, `LISTENER_NAME_NBYTES` long, which the other ranks need.
     problem : str
         Reason why the socket cannot be used; empty if it can.
+    status : str
+        Name of the error number of this reason, for example EMFILE; empty without a reason.
     """
 
     def __init__(self, nranks: int) -> None:
         self.name = secrets.token_bytes(LISTENER_NAME_NBYTES)
-        self.problem = ""
+        self.problem = self.status = ""
         self._socket: socket.socket | None = None
+        self._reserved: list[int] = []
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             self._socket.bind(_abstract(self.name))
             self._socket.listen(nranks)
+            for _ in range(2):
+                self._reserved.append(os.dup(self._socket.fileno()))
         except OSError as exc:
-            self.problem = describe_os_error(exc)
+            self.problem, self.status = describe_os_error(exc), errno_name(exc)
+
+    def free_reserved(self) -> None:
+        """Close the reserved descriptors, so that as many others can be opened. Idempotent."""
+        while self._reserved:
+            os.close(self._reserved.pop())
 
     def accept(self, deadline: Deadline) -> socket.socket:
         """Return the next connection.
@@ -138,7 +151,8 @@ class SegmentListener:
         return self._socket.accept()[0]
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
+        """Close the socket and the reserved descriptors. Idempotent."""
+        self.free_reserved()
         if self._socket is not None:
             self._socket.close()
 
@@ -189,6 +203,7 @@ def pass_segments(
     """
     found: dict[int, Segment] = {}
     problem = listener.problem
+    listener.free_reserved()
     if not problem:
         whole = Deadline(monotonic() + timeout_s, has_ended)
         try:
