@@ -202,6 +202,16 @@ def pass_segments(
     *Collective*: all ranks of `place`.
     """
     found: dict[int, Segment] = {}
+    failed: list[TransportError] = []
+
+    def take(index: int, descriptor: int) -> None:
+        """Map a segment; keep an error until no other rank waits for this one."""
+        try:
+            found[index] = own.of_peer(descriptor)
+            found[index].close_descriptor()
+        except TransportError as exc:
+            failed.append(exc)
+
     problem = listener.problem
     listener.free_reserved()
     if not problem:
@@ -209,8 +219,10 @@ def pass_segments(
         try:
             for index in range(place.index):
                 each = Deadline(monotonic() + timeout_s, has_ended)
-                found[index] = _dial(names[index], index, own, place, secret, each)
-            _accept_all(listener, found, own, place, secret, whole)
+                take(index, _dial(names[index], index, own, place, secret, each))
+            _accept_all(listener, take, own, place, secret, whole)
+            if failed:
+                raise failed[0]
         except (OSError, HandshakeRejected, TransportError) as exc:
             problem = describe_os_error(exc)
     if problem:
@@ -229,7 +241,7 @@ def pass_segments(
 
 def _dial(
     name: bytes, index: int, own: Segment, place: Place, secret: Secret, deadline: Deadline
-) -> Segment:
+) -> int:
     claim = Claim(Purpose.SEGMENT, place.communicator, place.index, index)
     dialer = Dialer(secret, claim, secrets.token_bytes(NONCE_NBYTES))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
@@ -243,15 +255,16 @@ def _dial(
 
 def _accept_all(
     listener: SegmentListener,
-    found: dict[int, Segment],
+    take: Callable[[int, int], None],
     own: Segment,
     place: Place,
     secret: Secret,
     deadline: Deadline,
 ) -> None:
-    """Accept the connections of all higher ranks, and store the segments of these ranks in `found`.
+    """Accept the connections of all higher ranks.
 
-    Connections of other processes, and those whose handshake fails, are closed.
+    ``take(index, descriptor)`` takes the segment of a rank. Connections of other processes, and
+    those whose handshake fails, are closed.
     """
     missing = set(range(place.index + 1, len(place.ranks)))
     while missing:
@@ -267,13 +280,14 @@ def _accept_all(
                 if claim != wanted or claim.src not in missing:
                     continue
                 connection.sendall(acceptor.answer())
-                found[claim.src] = _swap(connection, own, each)
+                take(claim.src, _swap(connection, own, each))
                 missing.discard(claim.src)
             except (HandshakeRejected, OSError):
                 continue
 
 
-def _swap(connection: socket.socket, own: Segment, deadline: Deadline) -> Segment:
+def _swap(connection: socket.socket, own: Segment, deadline: Deadline) -> int:
+    """Pass this rank's segment to a peer; return the descriptor of the peer's segment."""
     socket.send_fds(connection, [b"s"], [own.descriptor])
     deadline.until_readable(connection)
     message, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -281,9 +295,7 @@ def _swap(connection: socket.socket, own: Segment, deadline: Deadline) -> Segmen
         for each in descriptors:
             os.close(each)
         raise HandshakeRejected("a peer passed no descriptor")
-    segment = own.of_peer(descriptors[0])
-    segment.close_descriptor()
-    return segment
+    return int(descriptors[0])
 
 
 def _check_process(connection: socket.socket) -> None:

@@ -190,9 +190,9 @@ def leave_nothing(host: Host) -> list[list[str]]:
 
 
 def fail(host: Host, what: str) -> list[str]:
-    """Let an allocation fail on rank 1; return the error, and whether the group still works.
+    """Let an allocation fail on one rank; return the error, and whether the group still works.
 
-    If `what` is a number, rank 1 can open only as many descriptors during the allocation.
+    If `what` is a number, the rank can open only as many descriptors during the allocation.
     """
     group = host.connect()
     if host.index == 1 and what == "room":
@@ -206,6 +206,16 @@ def fail(host: Host, what: str) -> list[str]:
             return create(nbytes)
 
         Segment.create = refuse  # type: ignore[method-assign,assignment]
+    elif host.index == 2 and what == "map":
+        map_peer = Segment.of_peer
+
+        def refuse_to_map(own: Segment, descriptor: int) -> Segment:
+            if own.nbytes > 4096:
+                os.close(descriptor)
+                raise TransportError("no address is left, in a test")
+            return map_peer(own, descriptor)
+
+        Segment.of_peer = refuse_to_map  # type: ignore[method-assign]
     mapped = _count_mapped()
     is_short = host.index == 1 and what.isdecimal()
     limit = no_descriptor_left(int(what)) if is_short else nullcontext()
