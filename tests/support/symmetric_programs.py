@@ -215,7 +215,7 @@ def fail(host: Host, what: str) -> list[str]:
                 raise TransportError("no address is left, in a test")
             return map_peer(own, descriptor)
 
-        Segment.of_peer = refuse_to_map  # type: ignore[method-assign]
+        Segment.of_peer = refuse_to_map  # type: ignore[method-assign,assignment]
     mapped = _count_mapped()
     is_short = host.index == 1 and what.isdecimal()
     limit = no_descriptor_left(int(what)) if is_short else nullcontext()
