@@ -35,7 +35,7 @@ from r2ccl.bootstrap.auth import (
     Secret,
 )
 from r2ccl.clock import monotonic
-from r2ccl.errors import TransportError, describe_os_error
+from r2ccl.errors import TransportError, describe_os_error, errno_name
 from r2ccl.shm.segment import Segment
 from r2ccl.types import AllgatherBytes, pack_text, unpack_text
 
@@ -102,6 +102,9 @@ class Deadline(NamedTuple):
 class SegmentListener:
     """Unix socket at which the higher ranks of the host connect to this rank.
 
+    Two descriptors are reserved for `pass_segments`: one for a connection, one for the segment of a
+    peer. A lack of descriptors is thus found before other ranks wait for this one.
+
     Parameters
     ----------
     nranks : int
@@ -113,18 +116,28 @@ class SegmentListener:
         Name of the socket, `LISTENER_NAME_NBYTES` long, which the other ranks need.
     problem : str
         Reason why the socket cannot be used; empty if it can.
+    status : str
+        Name of the error number of this reason, for example EMFILE; empty without a reason.
     """
 
     def __init__(self, nranks: int) -> None:
         self.name = secrets.token_bytes(LISTENER_NAME_NBYTES)
-        self.problem = ""
+        self.problem = self.status = ""
         self._socket: socket.socket | None = None
+        self._reserved: list[int] = []
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             self._socket.bind(_abstract(self.name))
             self._socket.listen(nranks)
+            for _ in range(2):
+                self._reserved.append(os.dup(self._socket.fileno()))
         except OSError as exc:
-            self.problem = describe_os_error(exc)
+            self.problem, self.status = describe_os_error(exc), errno_name(exc)
+
+    def free_reserved(self) -> None:
+        """Close the reserved descriptors, so that as many others can be opened. Idempotent."""
+        while self._reserved:
+            os.close(self._reserved.pop())
 
     def accept(self, deadline: Deadline) -> socket.socket:
         """Return the next connection.
@@ -139,7 +152,8 @@ class SegmentListener:
         return self._socket.accept()[0]
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
+        """Close the socket and the reserved descriptors. Idempotent."""
+        self.free_reserved()
         if self._socket is not None:
             self._socket.close()
 
@@ -189,14 +203,27 @@ def pass_segments(
     *Collective*: all ranks of `place`.
     """
     found: dict[int, Segment] = {}
+    failed: list[TransportError] = []
+
+    def take(index: int, descriptor: int) -> None:
+        """Map a segment; keep an error until no other rank waits for this one."""
+        try:
+            found[index] = own.of_peer(descriptor)
+            found[index].close_descriptor()
+        except TransportError as exc:
+            failed.append(exc)
+
     problem = listener.problem
+    listener.free_reserved()
     if not problem:
         whole = Deadline(monotonic() + timeout_s, has_ended)
         try:
             for index in range(place.index):
                 each = Deadline(monotonic() + timeout_s, has_ended)
-                found[index] = _dial(names[index], index, own, place, secret, each)
-            _accept_all(listener, found, own, place, secret, whole)
+                take(index, _dial(names[index], index, own, place, secret, each))
+            _accept_all(listener, take, own, place, secret, whole)
+            if failed:
+                raise failed[0]
         except (OSError, HandshakeRejected, TransportError) as exc:
             problem = describe_os_error(exc)
     if problem:
@@ -215,7 +242,7 @@ def pass_segments(
 
 def _dial(
     name: bytes, index: int, own: Segment, place: Place, secret: Secret, deadline: Deadline
-) -> Segment:
+) -> int:
     claim = Claim(Purpose.SEGMENT, place.communicator, place.index, index)
     dialer = Dialer(secret, claim, secrets.token_bytes(NONCE_NBYTES))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
@@ -230,15 +257,16 @@ def _dial(
 
 def _accept_all(
     listener: SegmentListener,
-    found: dict[int, Segment],
+    take: Callable[[int, int], None],
     own: Segment,
     place: Place,
     secret: Secret,
     deadline: Deadline,
 ) -> None:
-    """Accept the connections of all higher ranks, and store the segments of these ranks in `found`.
+    """Accept the connections of all higher ranks.
 
-    Connections of other processes, and those whose handshake fails, are closed.
+    ``take(index, descriptor)`` takes the segment of a rank. Connections of other processes, and
+    those whose handshake fails, are closed.
     """
     missing = set(range(place.index + 1, len(place.ranks)))
     while missing:
@@ -254,13 +282,14 @@ def _accept_all(
                 if claim != wanted or claim.src not in missing:
                     continue
                 connection.sendall(acceptor.answer(), socket.MSG_NOSIGNAL)
-                found[claim.src] = _swap(connection, own, each)
+                take(claim.src, _swap(connection, own, each))
                 missing.discard(claim.src)
             except (HandshakeRejected, OSError):
                 continue
 
 
-def _swap(connection: socket.socket, own: Segment, deadline: Deadline) -> Segment:
+def _swap(connection: socket.socket, own: Segment, deadline: Deadline) -> int:
+    """Pass this rank's segment to a peer; return the descriptor of the peer's segment."""
     # Not `socket.send_fds`, which ignores its flags.
     passed = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [own.descriptor]))
     connection.sendmsg([b"s"], [passed], socket.MSG_NOSIGNAL)
@@ -270,9 +299,7 @@ def _swap(connection: socket.socket, own: Segment, deadline: Deadline) -> Segmen
         for each in descriptors:
             os.close(each)
         raise HandshakeRejected("a peer passed no descriptor")
-    segment = own.of_peer(descriptors[0])
-    segment.close_descriptor()
-    return segment
+    return int(descriptors[0])
 
 
 def _check_process(connection: socket.socket) -> None:

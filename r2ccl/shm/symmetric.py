@@ -124,8 +124,8 @@ class SymmetricMemory:
         size = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         self._free_dropped(exchange, in_turn)
         self._check(size, exchange)
-        own = self._create(size, exchange)
         with ExitStack() as on_error, closing(SegmentListener(len(self._place.ranks))) as listener:
+            own = self._create(size, exchange, listener)
             on_error.callback(own.close)
             names = exchange(listener.name)
             peers = pass_segments(
@@ -201,14 +201,21 @@ class SymmetricMemory:
                 status="ENOMEM",
             )
 
-    def _create(self, size: int, exchange: AllgatherBytes) -> Segment:
-        """Create this rank's segment; raise an error on all ranks if one of them cannot."""
+    def _create(self, size: int, exchange: AllgatherBytes, listener: SegmentListener) -> Segment:
+        """Create this rank's segment.
+
+        Raise an error on all ranks if one of them cannot, or has no usable `listener`.
+        """
         own, problem = None, ""
-        try:
-            own = Segment.create(size)
-        except TransportError as exc:
-            rank = self._place.ranks[self._place.index]
-            problem = f"{exc.status or 'ENOMEM'} rank {rank}: {exc}"
+        rank = self._place.ranks[self._place.index]
+        if listener.problem:
+            text = f"cannot pass {size} bytes of shared memory: {listener.problem}"
+            problem = f"{listener.status} rank {rank}: {text}"
+        else:
+            try:
+                own = Segment.create(size)
+            except TransportError as exc:
+                problem = f"{exc.status or 'ENOMEM'} rank {rank}: {exc}"
         try:
             problems = list(map(unpack_text, exchange(pack_text(problem, _PROBLEM_NBYTES))))
             if any(problems):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from support import local_programs
+from support.limits import no_descriptor_left
 from support.local_ranks import Host
 
 from r2ccl.dtypes import CODES
@@ -188,7 +190,10 @@ def leave_nothing(host: Host) -> list[list[str]]:
 
 
 def fail(host: Host, what: str) -> list[str]:
-    """Let an allocation fail on rank 1; return the error, and whether the group still works."""
+    """Let an allocation fail on one rank; return the error, and whether the group still works.
+
+    If `what` is a number, the rank can open only as many descriptors during the allocation.
+    """
     group = host.connect()
     if host.index == 1 and what == "room":
         symmetric.room_nbytes = lambda: 4096 * host.nranks
@@ -201,9 +206,22 @@ def fail(host: Host, what: str) -> list[str]:
             return create(nbytes)
 
         Segment.create = refuse  # type: ignore[method-assign,assignment]
+    elif host.index == 2 and what == "map":
+        map_peer = Segment.of_peer
+
+        def refuse_to_map(own: Segment, descriptor: int) -> Segment:
+            if own.nbytes > 4096:
+                os.close(descriptor)
+                raise TransportError("no address is left, in a test")
+            return map_peer(own, descriptor)
+
+        Segment.of_peer = refuse_to_map  # type: ignore[method-assign,assignment]
     mapped = _count_mapped()
+    is_short = host.index == 1 and what.isdecimal()
+    limit = no_descriptor_left(int(what)) if is_short else nullcontext()
     try:
-        allocate(group, host, 4096 * (3 if what == "size" and host.index == 1 else 2))
+        with limit:
+            allocate(group, host, 4096 * (3 if what == "size" and host.index == 1 else 2))
     except (InvalidArgument, TransportError) as exc:
         said = f"{type(exc).__name__}: {exc} {getattr(exc, 'status', '')}"
     local_programs.barrier(group)

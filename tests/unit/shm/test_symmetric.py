@@ -67,6 +67,8 @@ def test_arrays_have_no_name_and_no_descriptor():
         ("size", "InvalidArgument.*rank 10: 8192, rank 11: 12288"),
         ("room", "TransportError.*has 12288 bytes left"),
         ("create", "TransportError.*rank 11: no memory is left, in a test EMFILE$"),
+        ("map", r"TransportError.*\(rank 12: no address is left, in a test\)"),
+        *((f"{n}", "TransportError.*rank 11: cannot .*EMFILE.*EMFILE$") for n in range(4)),
     ],
 )
 def test_failed_allocations_fail_on_all_ranks(what, text):
