@@ -692,11 +692,12 @@ class Engine:
     def fail_local(self, error: BaseException) -> None:
         """End the communicator because a call or message in shared memory raises `error`."""
         rank = self._job.rank
+        # Another rank may have ended the communicator for the same reason before.
+        if isinstance(error, R2cclError) or self._revocation.error is None:
+            self.has_raised = True
         if not isinstance(error, R2cclError):
             error = CommunicatorRevoked(f"rank {rank}: interrupted by {error!r}")
         self.note_end_known()
-        if self._revocation.error is None:
-            self.has_raised = True
         try:
             self.call(partial(self._loop.fail, error))
         except ConcurrentCalls:  # in a signal handler that interrupted a call in the data loop

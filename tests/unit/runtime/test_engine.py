@@ -224,6 +224,15 @@ def test_the_error_that_ends_a_communicator_is_left_to_its_call() -> None:
         engine.check()
 
 
+def test_an_error_that_two_ranks_find_is_raised_once() -> None:
+    """The other rank may report a difference of calls before this rank's call finds it."""
+    engine, _ = make_engine()
+    engine._loop.fail(InvalidArgument("call 1 differs between ranks"))
+    engine.fail_local(InvalidArgument("call 1 differs between ranks"))
+    with pytest.raises(CommunicatorRevoked, match="call 1 differs between ranks"):
+        engine.check()
+
+
 def test_mode_failstop_excludes_nothing() -> None:
     engine, _ = make_engine(mode="failstop")
     with pytest.raises(InvalidArgument, match="R2CC_MODE=failstop"):
