@@ -149,7 +149,9 @@ def waited_after_ctrl_c(path: str) -> str:
     while comm._engine.error is None:  # until Ctrl-C comes within the wait
         assert at_entry(number, requests[0].wait)
         number += 1
-    return _error_of(requests[1].wait)
+    found = _error_of(requests[1].wait)
+    comm.abort("the program has ended")
+    return found
 
 
 def _error_of(fn: Callable[[], object]) -> str:
