@@ -227,6 +227,8 @@ class Collectives:
                 if result is not NotImplemented:
                     return result
             request = make(x, out, *rest)
+            if self._refusal is not None:  # another thread has closed the communicator meanwhile
+                raise self._refusal()
             if is_plain and type(request.source) is Buffer:
                 if not worker.is_idle:
                     self._check(request)
@@ -271,7 +273,7 @@ class Collectives:
             if is_async:
                 return self._submit(request, convert)
             self.in_turn(partial(host.run, request))
-        except (InvalidArgument, ScheduleError, ConcurrentCalls):
+        except (InvalidArgument, ScheduleError, ConcurrentCalls, CommunicatorRevoked):
             raise
         except BaseException as exc:
             self._engine.fail_call(exc)
@@ -343,6 +345,8 @@ class Collectives:
             yield group
         finally:
             self._groups.remove(group)
+        if self._refusal is not None:  # the communicator was closed within the block
+            raise self._refusal()
         try:
             group.run(
                 lambda requests: self.in_turn(partial(self._host.run_group, requests)),
@@ -443,6 +447,8 @@ class Collectives:
         -----
         *Collective*: all ranks. Runs after the asynchronous calls issued so far.
         """
+        if self._refusal is not None:  # another thread has closed the communicator meanwhile
+            raise self._refusal()
         rows = np.zeros((self._engine.nranks, len(mine)), np.uint8)
         rows[self._engine.rank] = np.frombuffer(mine, np.uint8)
         flat = rows.reshape(-1)

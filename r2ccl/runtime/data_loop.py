@@ -497,6 +497,8 @@ class DataLoop:
         idle_since = 0.0
         try:
             while not is_done():
+                if self.is_settled:  # the transport may be closed, after Ctrl-C in another call
+                    caller.check()
                 if self._newcomers:
                     self._stand_aside(caller, is_done, deadline)
                     self._control.is_busy = True

@@ -351,13 +351,21 @@ class Job:
         participant.require_seen()
 
     def _remove(self, participant: Participant) -> None:
-        """Remove a communicator whose calls have ended, and free its shared memory."""
+        """Remove a communicator whose calls have ended, and free its shared memory.
+
+        If an exception interrupts this method, such as Ctrl-C, the end of the job frees what is
+        left.
+        """
         self._participants.remove(participant)
         try:
-            participant.engine.messenger.finish()
-        finally:
-            participant.free_memory(_LEAVE_S)
-        participant.engine.remove()
+            try:
+                participant.engine.messenger.finish()
+            finally:
+                participant.free_memory(_LEAVE_S)
+            participant.engine.remove()
+        except BaseException:
+            self._participants.append(participant)
+            raise
 
     def shrink(
         self,

@@ -147,6 +147,11 @@ def test_close_is_silent_after_ctrl_c_in_a_wait(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in of_peer[0]
 
 
+def test_a_wait_after_ctrl_c_in_another_is_revoked(tmp_path: Path) -> None:
+    run = partial(failure_programs.waited_after_ctrl_c, str(tmp_path / "left"))
+    assert launch(run, 2, timeout_s=TIMEOUT_S) == ["CommunicatorRevoked"] * 2
+
+
 @pytest.mark.parametrize("is_child", [False, True])
 def test_two_threads_may_close_at_once(is_child: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "closing")

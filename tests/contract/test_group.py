@@ -41,3 +41,9 @@ def test_a_refused_message_leaves_none_of_its_group_under_way() -> None:
     assert "receives up to 199999" in receiver[0]
     assert receiver[0] == sender[0]
     assert receiver[1] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+def test_a_group_closed_in_its_block_runs_nothing(is_child: bool) -> None:
+    run = functools.partial(programs.closed_within, is_child)
+    assert launch(run, 2, timeout_s=TIMEOUT_S) == [[1.0, 1.0]] * 2

@@ -135,3 +135,23 @@ def test_each_communicator_may_have_its_own_timeout() -> None:
     assert late.startswith("TransportTimeout: "), late
     assert "gave up after 0.5 s" in late
     assert revoked.startswith("CommunicatorRevoked: "), revoked
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_child", [False, True])
+def test_a_call_is_refused_if_closed_as_it_begins(is_child: bool, is_async: bool) -> None:
+    run = functools.partial(programs.closed_as_a_call_begins, is_child, is_async)
+    for rank, (error, *after) in enumerate(launch(run, 2, timeout_s=TIMEOUT_S)):
+        assert error == f"CommunicatorRevoked: rank {rank}: the communicator was closed"
+        assert after == ([2.0] if is_child else [])
+
+
+@pytest.mark.parametrize("kind", ["split", "dup", "create", "create_among"])
+def test_ctrl_c_while_making_one_ends_the_job(kind: str) -> None:
+    run = functools.partial(programs.interrupted_making, kind)
+    found = launch(run, 2, timeout_s=TIMEOUT_S)
+    assert found == ["KeyboardInterrupt", "CommunicatorRevoked"]
+
+
+def test_ctrl_c_in_close_leaves_no_shared_memory() -> None:
+    assert launch(programs.interrupted_closing, 2, timeout_s=TIMEOUT_S) == [[], []]

@@ -159,6 +159,34 @@ def closed_after_ctrl_c(path: str) -> list[str]:
     return found
 
 
+def waited_after_ctrl_c(path: str) -> str:
+    """Press Ctrl-C on rank 0 in the wait for a message; return the error of another wait."""
+    comm = r2ccl.init(shm="0")
+    comm.barrier()
+    if comm.rank:
+        Path(path).touch()
+        return _error_of(lambda: comm.recv(np.empty(1), 0))
+    while not Path(path).exists():  # until rank 1 has left the barrier
+        time.sleep(0.001)
+    requests = [comm.recv(np.empty(1), 1, tag, async_op=True) for tag in range(2)]
+    number = 1
+    while comm._engine.error is None:  # until Ctrl-C comes within the wait
+        assert at_entry(number, requests[0].wait)
+        number += 1
+    found = _error_of(requests[1].wait)
+    comm.abort("the program has ended")
+    return found
+
+
+def _error_of(fn: Callable[[], object]) -> str:
+    """Call `fn`, and return the name of the class of its error."""
+    try:
+        fn()
+    except Exception as exc:
+        return type(exc).__name__
+    return "no error"
+
+
 def closed_in_two_threads(path: str, is_child: bool) -> list[str]:
     """Close a communicator in two threads at once; return what is wrong when they return.
 

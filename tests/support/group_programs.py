@@ -119,3 +119,18 @@ def refused_message() -> list[Any]:
         found = [float(out[-1]) for out in outs]
         comm.barrier()
         return [error, found]
+
+
+def closed_within(is_child: bool) -> list[float]:
+    """Close a communicator within a group of its calls; return what these left as it was."""
+    with r2ccl.init() as comm:
+        closed = comm.dup() if is_child else comm
+        x = np.ones(2)
+        with raises(r2ccl.CommunicatorRevoked, match="was closed"), closed.group():
+            closed.allreduce(x)
+            closed.close()
+            # It has the context id of the closed one.
+            other = comm.dup() if is_child else None
+        if other is not None:
+            assert other.allreduce(np.ones(2))[0] == comm.nranks
+        return [float(each) for each in x]

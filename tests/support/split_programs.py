@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -409,3 +411,88 @@ def with_own_timeouts() -> list[str]:
         except R2cclError as exc:
             found.append(f"{type(exc).__name__}: {exc}")
     return found
+
+
+class _ClosedWhenRead:
+    """Array that closes a communicator, in another thread, when a call looks at it."""
+
+    def __init__(self, closed: Communicator) -> None:
+        self._array = np.ones(3)
+        self._closed = closed
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **given: Any) -> Any:
+        thread = threading.Thread(target=self._closed.close)
+        thread.start()
+        thread.join(TIMEOUT_S)
+        return self._array.__dlpack__(**given)
+
+
+def closed_as_a_call_begins(is_child: bool, is_async: bool) -> list[Any]:
+    """Close a communicator in another thread while a call looks at its arguments."""
+    with r2ccl.init() as comm:
+        closed = comm.dup() if is_child else comm
+        try:
+            closed.allreduce(_ClosedWhenRead(closed), async_op=is_async)
+        except R2cclError as exc:
+            found = [f"{type(exc).__name__}: {exc}"]
+        if is_child:
+            found.append(float(comm.allreduce(np.ones(2))[0]))
+        return found
+
+
+def interrupted_making(kind: str) -> str:
+    """Press Ctrl-C while rank 0 makes a communicator; return the error of each rank."""
+    comm = r2ccl.init()
+    try:
+        if comm.rank:
+            return _error_of(partial(_make, comm, kind))
+        with patch.object(splitting, "_entry_of", _press_ctrl_c):
+            found = _error_of(partial(_make, comm, kind))
+        while comm._engine.error is None:
+            time.sleep(0.001)
+        return found
+    finally:
+        comm.abort("the program has ended")
+
+
+def _make(comm: Communicator, kind: str) -> None:
+    ranks = range(comm.nranks)
+    if kind == "create_among":
+        comm.create_among(ranks, comm._collectives.allgather_bytes)
+    else:
+        getattr(comm, kind)(*{"split": (0,), "create": (ranks,)}.get(kind, ()))
+
+
+def _press_ctrl_c(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _error_of(fn: Callable[[], object]) -> str:
+    try:
+        fn()
+    except (R2cclError, KeyboardInterrupt) as exc:
+        return type(exc).__name__
+    return "no error"
+
+
+def interrupted_closing() -> list[str]:
+    """Press Ctrl-C while rank 0 closes a child that shares memory; return threads left at the end.
+
+    One of the threads that share memory holds a lock in it until it is freed.
+    """
+    before = set(threading.enumerate())
+    with r2ccl.init(shm="1") as comm:
+        child = comm.dup()
+        if comm.rank:
+            child.close()
+        else:
+            with patch.object(child._collectives, "free_memory", _press_ctrl_c):
+                assert _error_of(child.close) == "KeyboardInterrupt"
+        comm.barrier()
+    deadline = time.monotonic() + TIMEOUT_S / 6
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return [thread.name for thread in left]

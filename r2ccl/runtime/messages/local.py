@@ -128,7 +128,10 @@ class LocalMessages:
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def _acquire(self) -> None:
-        """Wait for this thread's turn; call it inside of ``try: ... finally: self._release()``.
+        """Wait for this thread's turn; call it inside of the ``try`` that releases the lock.
+
+        Ctrl-C may come as a function begins, so the ``finally`` calls none before the release. The
+        caller sets `_is_quiet` before that.
 
         Raises
         ------
@@ -153,11 +156,6 @@ class LocalMessages:
         finally:
             self._newcomers.pop()
 
-    def _release(self) -> None:
-        if self.is_below:
-            self._is_quiet = self.driver.is_quiet
-            self._lock.release()
-
     # The interface `Way`
 
     def connect_to(self, peer: int) -> None:
@@ -176,8 +174,12 @@ class LocalMessages:
                 if is_step:
                     self.driver.advance(False)
                 found = fn()
+                self._is_quiet = self.driver.is_quiet
             finally:
-                self._release()
+                try:  # noqa: SIM105 - see `_acquire`
+                    self._lock.release()
+                except RuntimeError:  # not acquired
+                    pass
         except ConcurrentCalls:
             raise
         except BaseException as exc:
@@ -226,13 +228,18 @@ class LocalMessages:
         """
         try:
             self._acquire()
-            if is_done():
-                return True
-            if not self._has_ended:
-                self.driver.advance(not self._newcomers)
-            return is_done()
+            is_over = is_done()
+            if not is_over:
+                if not self._has_ended:
+                    self.driver.advance(not self._newcomers)
+                is_over = is_done()
+            self._is_quiet = self.driver.is_quiet
+            return is_over
         finally:
-            self._release()
+            try:  # noqa: SIM105 - see `_acquire`
+                self._lock.release()
+            except RuntimeError:  # not acquired
+                pass
 
     def poll(self) -> None:
         """Move messages once, unless another thread does; called by the owner of the data loop."""
@@ -242,10 +249,15 @@ class LocalMessages:
         try:
             if not self._lock.acquire(blocking=False):
                 self._is_quiet = False
-            elif not self._has_ended:
+                return
+            if not self._has_ended:
                 self.driver.advance(False)
+            self._is_quiet = self.driver.is_quiet
         finally:
-            self._release()
+            try:  # noqa: SIM105 - see `_acquire`
+                self._lock.release()
+            except RuntimeError:  # not acquired
+                pass
 
     def _rest_later(self) -> None:
         """If messages are unfinished, let the control thread have them moved in `_REST_S`."""
@@ -369,9 +381,13 @@ class LocalMessages:
             if not self._lock.acquire(timeout=timeout_s):
                 return False
             self.driver.forget()
+            self._is_quiet = self.driver.is_quiet
             return True
         finally:
-            self._release()
+            try:  # noqa: SIM105 - see `_acquire`
+                self._lock.release()
+            except RuntimeError:  # not acquired
+                pass
 
     def end(self) -> None:
         """Move no messages any more; wake waiting threads, which raise the communicator's error."""
