@@ -273,10 +273,12 @@ class Collectives:
             if is_async:
                 return self._submit(request, convert)
             self.in_turn(partial(host.run, request))
-        except (InvalidArgument, ScheduleError, ConcurrentCalls, CommunicatorRevoked):
+        except (InvalidArgument, ScheduleError, ConcurrentCalls):
             raise
         except BaseException as exc:
-            self._engine.fail_call(exc)
+            # A refused call has not begun, so no rank waits for it.
+            if self._refusal is None or not isinstance(exc, CommunicatorRevoked):
+                self._engine.fail_call(exc)
             raise
         return request.result if convert is None else convert(request.result)
 
