@@ -111,14 +111,15 @@ def in_order(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def apart(source: Tensor, target: Tensor, first: int) -> Tensor:
+def apart(source: Tensor, target: Tensor, first: int | None) -> Tensor:
     """Return `source`, or a copy of it if it overlaps `target` and the call is not in place.
 
     Both are in order. A call is in place if `source` begins at element `first` of `target` or, for
-    a negative `first`, if `target` begins at element ``-first`` of `source`.
+    a negative `first`, if `target` begins at element ``-first`` of `source`. If `first` is None, it
+    is not in place.
     """
     distance = source.data_ptr() - target.data_ptr()
-    is_in_place = distance == first * source.element_size()
+    is_in_place = first is not None and distance == first * source.element_size()
     if is_in_place or distance >= target.nbytes or -distance >= source.nbytes:
         return source
     return source.detach().clone()
