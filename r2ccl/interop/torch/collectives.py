@@ -250,10 +250,10 @@ def all_to_all_single(
 
     The splits are the numbers of rows per rank, in rank order; if empty, equal numbers of rows.
     """
+    source, target = in_order(tensor), _ordered_output(output)
     sendcounts = _split("input", tensor, input_splits, comm.nranks)
     recvcounts = _split("output", output, output_splits, comm.nranks)
-    target = _ordered_output(output)
-    _alltoallv(comm, target, in_order(tensor), recvcounts, sendcounts)
+    _alltoallv(comm, target, source, recvcounts, sendcounts)
     copy_back(output, target)
 
 
