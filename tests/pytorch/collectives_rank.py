@@ -476,6 +476,26 @@ def beyond_results_in_the_memory_of_inputs() -> bool:
     )
 
 
+def beyond_all_to_all_from_one_address_to_the_same() -> bool:
+    """The parts, and on some ranks the totals, that are sent and received have other sizes."""
+    rank, n, right = dist.get_rank(), dist.get_world_size(), True
+    for sizes in (
+        [[i + 1 for i in range(n)] for _ in range(n)],
+        [[(i + j) % n + 1 for i in range(n)] for j in range(n)],
+    ):
+        sends, receives = sizes[rank], [each[rank] for each in sizes]
+        rows = [data(sum(each), rank=i).split(each) for i, each in enumerate(sizes)]
+        wanted = torch.cat([each[rank] for each in rows])
+        one, several = torch.zeros(n * n), torch.zeros(n * n)
+        one[: sum(sends)] = several[: sum(sends)] = torch.cat(rows[rank])
+        source, target = one[: sum(sends)], one[: sum(receives)]
+        dist.all_to_all_single(target, source, receives, sends)
+        traded = list(several[: sum(receives)].split(receives))
+        dist.all_to_all(traded, list(several[: sum(sends)].split(sends)))
+        right &= torch.equal(target, wanted) and torch.equal(torch.cat(traded), wanted)
+    return right
+
+
 def beyond_tensors_without_elements() -> bool:
     rank, n = dist.get_rank(), dist.get_world_size()
     for kind in (torch.float32, torch.bool, torch.complex64, torch.bfloat16, torch.float8_e5m2):

@@ -121,6 +121,16 @@ def ddp_with_uneven_inputs() -> None:
     dist.barrier()
 
 
+def fsdp1() -> None:
+    """It resizes the gradients and weights that it has passed to collectives."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
+    train(net, sgd(net), mine)
+    with FullyShardedDataParallel.summon_full_params(net):
+        require_equal(dict(net.module.named_parameters()))
+
+
 def fsdp2() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -241,8 +251,8 @@ PROGRAMS = {
     each.__name__: each
     for each in (
         ddp, ddp_with_buckets_as_views, ddp_with_hook_in_float16, ddp_with_power_sgd,
-        ddp_with_uneven_inputs, fsdp2, zero_redundancy_optimizer, tensor_parallel, checkpoint,
-        pipeline, accelerate, trainer,
+        ddp_with_uneven_inputs, fsdp1, fsdp2, zero_redundancy_optimizer, tensor_parallel,
+        checkpoint, pipeline, accelerate, trainer,
     )
 }  # fmt: skip
 

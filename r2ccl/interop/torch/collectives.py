@@ -234,12 +234,7 @@ def alltoall(
     _require_parts("input", inputs, comm.nranks)
     _require_parts("output", outputs, comm.nranks)
     source, target = joined(inputs, is_read=True), joined(outputs, is_read=False)
-    comm.alltoallv(
-        array_of(apart(source, target, 0)),
-        array_of(target),
-        sendcounts=_counts(inputs),
-        recvcounts=_counts(outputs),
-    )
+    _alltoallv(comm, target, source, _counts(outputs), _counts(inputs))
     divide(target, outputs)
 
 
@@ -256,13 +251,28 @@ def all_to_all_single(
     The splits are the numbers of rows per rank, in rank order; if empty, equal numbers of rows.
     """
     source, target = in_order(tensor), _ordered_output(output)
-    comm.alltoallv(
-        array_of(apart(source, target, 0)),
-        array_of(target),
-        sendcounts=_split("input", tensor, input_splits, comm.nranks),
-        recvcounts=_split("output", output, output_splits, comm.nranks),
-    )
+    sendcounts = _split("input", tensor, input_splits, comm.nranks)
+    recvcounts = _split("output", output, output_splits, comm.nranks)
+    _alltoallv(comm, target, source, recvcounts, sendcounts)
     copy_back(output, target)
+
+
+def _alltoallv(
+    comm: Communicator,
+    target: Tensor,
+    source: Tensor,
+    recvcounts: Sequence[int],
+    sendcounts: Sequence[int],
+) -> None:
+    """Call `alltoallv` on tensors that are in order and may overlap."""
+    # `alltoallv` is in place only if both are the same memory, not just begin at one address.
+    first = 0 if source.nbytes == target.nbytes else None
+    comm.alltoallv(
+        array_of(apart(source, target, first)),
+        array_of(target),
+        sendcounts=sendcounts,
+        recvcounts=recvcounts,
+    )
 
 
 def barrier(comm: Communicator, opts: Any) -> None:

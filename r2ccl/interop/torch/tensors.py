@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import ml_dtypes
+import numpy as np
 import torch
 
 from r2ccl import InvalidArgument
@@ -23,6 +24,31 @@ _EXTENSIONS = {
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
     torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
 }
+#: Names of torch's other dtypes in NumPy's array interface.
+_NAMES = {
+    getattr(torch, name): np.dtype(name).str
+    for name in (
+        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+        "float16", "float32", "float64", "complex64", "complex128",
+    )
+}  # fmt: skip
+#: Types of tensors whose memory is at `data_ptr`; other subclasses may wrap another tensor.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class _Memory:
+    """Memory of a tensor in the array interface of NumPy; keeps the tensor alive."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tensor.shape,
+            "typestr": name,
+            "data": (tensor.data_ptr(), False),
+        }
 
 
 def one(tensors: Any) -> Tensor:
@@ -69,10 +95,19 @@ def array_of(tensor: Tensor) -> Any:
     extension = _EXTENSIONS.get(tensor.dtype)
     try:
         if extension is not None:
-            return tensor.detach().view(extension[0]).numpy().view(extension[1])
-        return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
+            return _array(tensor.detach().view(extension[0])).view(extension[1])
+        return _array(tensor)
     except (TypeError, RuntimeError) as exc:
         raise cannot_view(tensor, exc) from exc
+
+
+def _array(tensor: Tensor) -> Any:
+    """Return an array for `array_of`, of a dtype that NumPy has."""
+    name = _NAMES.get(tensor.dtype)
+    if name is not None and tensor.is_cpu and type(tensor) in _PLAIN:
+        # After `Tensor.numpy`, torch refuses to resize the tensor, as FSDP and hooks of DDP do.
+        return np.asarray(_Memory(tensor, name))
+    return tensor.detach().numpy()
 
 
 def cannot_view(tensor: Tensor, why: object) -> InvalidArgument:
@@ -111,14 +146,15 @@ def in_order(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def apart(source: Tensor, target: Tensor, first: int) -> Tensor:
+def apart(source: Tensor, target: Tensor, first: int | None) -> Tensor:
     """Return `source`, or a copy of it if it overlaps `target` and the call is not in place.
 
     Both are in order. A call is in place if `source` begins at element `first` of `target` or, for
-    a negative `first`, if `target` begins at element ``-first`` of `source`.
+    a negative `first`, if `target` begins at element ``-first`` of `source`. If `first` is None, it
+    is not in place.
     """
     distance = source.data_ptr() - target.data_ptr()
-    is_in_place = distance == first * source.element_size()
+    is_in_place = first is not None and distance == first * source.element_size()
     if is_in_place or distance >= target.nbytes or -distance >= source.nbytes:
         return source
     return source.detach().clone()
