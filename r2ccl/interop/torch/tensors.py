@@ -104,7 +104,8 @@ def array_of(tensor: Tensor) -> Any:
 def _array(tensor: Tensor) -> Any:
     """Return an array for `array_of`, of a dtype that NumPy has."""
     name = _NAMES.get(tensor.dtype)
-    if name is not None and tensor.is_cpu and type(tensor) in _PLAIN:
+    is_memory = tensor.is_cpu and type(tensor) in _PLAIN and not tensor._is_zerotensor()
+    if name is not None and is_memory:
         # After `Tensor.numpy`, torch refuses to resize the tensor, as FSDP and hooks of DDP do.
         return np.asarray(_Memory(tensor, name))
     return tensor.detach().numpy()
