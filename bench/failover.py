@@ -277,7 +277,7 @@ def parse_arguments() -> argparse.Namespace:
     if args.runs < 1 or args.rate < 4:
         parser.error("--runs must be above 0, --rate at least 4")
     if args.nbytes % 4 or args.nbytes < _LEAST_NBYTES:
-        parser.error(f"--nbytes must be a multiple of 4, and at least {_LEAST_NBYTES}")
+        parser.error("--nbytes must be a multiple of 4, and at least 1M")
     return args
 
 

@@ -81,8 +81,9 @@ def sample(jobs: list[Job], collective: str, args: argparse.Namespace, out: Cons
                     iterations[key] = job.calibrate(nbytes, args.loop_s, collective)
                 count = iterations[key]
                 warmup = 1 + count // 10
+                # Run first: reading samples[key] makes a row, which would stay empty if this fails.
                 taken = job.run(nbytes, count, warmup, collective=collective)
-                samples[key].append(taken)  # a run that fails leaves no list without times
+                samples[key].append(taken)
             except Unavailable as exc:
                 name = f"{job.library.name} over {job.library.transport}"
                 out.print(f"[red]{name} failed at {nbytes} bytes of {collective}:[/] {exc}")

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.bootstrap.control import ControlPlane
+from r2ccl.config import Config
 from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.health.driver import Known
 from r2ccl.failover.migration.repairs import Repair
@@ -1172,16 +1173,20 @@ class Communicator:
         allgathers of about 300 bytes per rank. Errors and status of the new communicator, except
         its health, name ranks by their numbers in the job.
         """
-        return self._make(timeout_s, splitting.split, color, key)
+        config = self.config.with_timeout(timeout_s)
+        return self._collectives.joint(
+            lambda: self._made_if_member(splitting.split(self._participant, color, key), config)
+        )
 
     def dup(self, *, timeout_s: float | None = None) -> Communicator:
         """Return a new communicator of the same ranks, in the same order; see `split`.
 
         *Collective*: all ranks.
         """
-        made = self._make(timeout_s, splitting.dup)
-        assert made is not None
-        return made
+        config = self.config.with_timeout(timeout_s)
+        return self._collectives.joint(
+            lambda: self._made_of(splitting.dup(self._participant), config)
+        )
 
     def create(
         self, ranks: Sequence[int], *, timeout_s: float | None = None
@@ -1191,7 +1196,10 @@ class Communicator:
         *Collective*: all ranks of this communicator. They pass the same `ranks`, which must all
         differ.
         """
-        return self._make(timeout_s, splitting.create, ranks)
+        config = self.config.with_timeout(timeout_s)
+        return self._collectives.joint(
+            lambda: self._made_if_member(splitting.create(self._participant, ranks), config)
+        )
 
     def create_among(
         self, ranks: Sequence[int], allgather: AllgatherBytes, *, timeout_s: float | None = None
@@ -1221,36 +1229,27 @@ class Communicator:
         -----
         *Collective*: `ranks`.
         """
-        made = self._make(timeout_s, splitting.create_among, ranks, allgather)
-        assert made is not None
+        config = self.config.with_timeout(timeout_s)
+        return self._collectives.joint(
+            lambda: self._made_of(
+                splitting.create_among(self._participant, ranks, allgather), config
+            )
+        )
+
+    def _made_of(self, part: splitting.Part, config: Config) -> Communicator:
+        """Return the communicator for `part`, on which the ranks have agreed."""
+        made = Communicator(
+            self._job,
+            self._engine.derived(part.context, config),
+            part.members,
+            assemble=self._assemble,
+            make_device_calls=self._make_device_calls,
+        )
+        self._job.share_memory(made._participant)
         return made
 
-    def _make(
-        self, timeout_s: float | None, agree: Callable[..., splitting.Part | None], *given: Any
-    ) -> Communicator | None:
-        """Return the communicator that ``agree(participant, *given)`` describes, if any.
-
-        Ctrl-C ends the communicators of the job, because other ranks wait for this one.
-        """
-        config = self.config.with_timeout(timeout_s)
-        try:
-            part = agree(self._participant, *given)
-            if part is None:
-                return None
-            made = Communicator(
-                self._job,
-                self._engine.derived(part.context, config),
-                part.members,
-                assemble=self._assemble,
-                make_device_calls=self._make_device_calls,
-            )
-            self._job.share_memory(made._participant)
-            return made
-        except Exception:
-            raise
-        except BaseException as exc:
-            self._collectives.fail_call(exc)
-            raise
+    def _made_if_member(self, part: splitting.Part | None, config: Config) -> Communicator | None:
+        return None if part is None else self._made_of(part, config)
 
     def exclude(self, rank: int, nic: str | int) -> None:
         """Take a NIC out of use, for example before its cable is pulled.

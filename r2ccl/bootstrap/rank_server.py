@@ -125,8 +125,9 @@ def serve(descriptor: int, launcher: int) -> None:
                 _preload(name)
         # Otherwise each rank's garbage collector writes to all objects, and so copies their pages.
         gc.freeze()
+        # The launcher may have ended while this process loaded the code, for up to a minute.
         if wait([life], 0):
-            raise SystemExit(1)  # loading the code may have compiled it for a minute
+            raise SystemExit(1)
         server = os.getpid()
         ranks: dict[int, int] = {}
         for rank in range(len(request.results)):

@@ -164,7 +164,7 @@ def size_range(begin: int, end: int, *, step: int, factor: float) -> Iterator[in
     while size <= end:
         yield size
         # Add at least one byte, so that a range from 0 or with a small factor ends.
-        # `end` + 1 ends it as well as a larger size would, which may be infinite.
+        # The product may be infinite, so `end` + 1, which ends the range as well, limits it.
         size = max(int(min(size * factor, end + 1)), size + 1) if factor > 1 else size + step
 
 

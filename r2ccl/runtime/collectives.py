@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,7 @@ StartOnDevice = Callable[[Request, Any, bool], Any]
 
 _log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _UINT8 = CODES[np.dtype(np.uint8)]
 
 
@@ -227,7 +228,7 @@ class Collectives:
                 if result is not NotImplemented:
                     return result
             request = make(x, out, *rest)
-            if self._refusal is not None:  # another thread has closed the communicator meanwhile
+            if self._refusal is not None:  # another thread may have closed the communicator
                 raise self._refusal()
             if is_plain and type(request.source) is Buffer:
                 if not worker.is_idle:
@@ -277,10 +278,19 @@ class Collectives:
             raise
         except BaseException as exc:
             # A refused call has not begun, so no rank waits for it.
-            if self._refusal is None or not isinstance(exc, CommunicatorRevoked):
+            if not (self.is_closed and isinstance(exc, CommunicatorRevoked)):
                 self._engine.fail_call(exc)
             raise
         return request.result if convert is None else convert(request.result)
+
+    def joint(self, fn: Callable[[], _T]) -> _T:
+        """Return ``fn()``; Ctrl-C ends the communicators, because other ranks wait for this one."""
+        try:
+            return fn()
+        except BaseException as exc:
+            if not isinstance(exc, Exception):
+                self._engine.fail_call(exc)
+            raise
 
     def fail_call(self, error: BaseException) -> None:
         """End the communicator after a call failed outside the data loop."""

@@ -692,7 +692,8 @@ class Engine:
     def fail_local(self, error: BaseException) -> None:
         """End the communicator because a call or message in shared memory raises `error`."""
         rank = self._job.rank
-        # Another rank may have ended the communicator for the same reason before.
+        # A call raises its own error also if another rank has ended the communicator before; Ctrl-C
+        # is then no report of that end.
         if isinstance(error, R2cclError) or self._revocation.error is None:
             self.has_raised = True
         if not isinstance(error, R2cclError):

@@ -351,21 +351,13 @@ class Job:
         participant.require_seen()
 
     def _remove(self, participant: Participant) -> None:
-        """Remove a communicator whose calls have ended, and free its shared memory.
-
-        If an exception interrupts this method, such as Ctrl-C, the end of the job frees what is
-        left.
-        """
+        """Remove a communicator whose calls have ended, and free its shared memory."""
         self._participants.remove(participant)
         try:
-            try:
-                participant.engine.messenger.finish()
-            finally:
-                participant.free_memory(_LEAVE_S)
-            participant.engine.remove()
-        except BaseException:
-            self._participants.append(participant)
-            raise
+            participant.engine.messenger.finish()
+        finally:
+            participant.free_memory(_LEAVE_S)
+        participant.engine.remove()
 
     def shrink(
         self,

@@ -137,7 +137,7 @@ class Progress:
         self._migration = failover.migration
         self._revocation = failover.revocation
         self._repairs = self._migration.log
-        links.on_later = self._on_later
+        links.on_later_call(self._on_later_call)
         #: Executors of the work that running calls have deferred.
         self._computers: dict[Calls[Consumer], Computer] = {}
         self._handlers: dict[Any, Callable[..., None]] = {
@@ -371,7 +371,7 @@ class Progress:
         if mine != signature:
             self._revocation.revoke(self._difference(peer, op, mine, signature, is_sent))
 
-    def _on_later(self, peer: int, landing: Landing) -> None:
+    def _on_later_call(self, peer: int, landing: Landing) -> None:
         """Revoke the communicator: a slice of a later call of `peer` is in the place of `landing`.
 
         The slices of a link are numbered over all calls, so `peer` has sent less in this call.

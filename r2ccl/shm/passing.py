@@ -214,7 +214,7 @@ def pass_segments(
             failed.append(exc)
 
     problem = listener.problem
-    listener.free_reserved()
+    listener.free_reserved()  # for the connections and segments below
     if not problem:
         whole = Deadline(monotonic() + timeout_s, has_ended)
         try:

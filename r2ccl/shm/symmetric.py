@@ -204,18 +204,19 @@ class SymmetricMemory:
     def _create(self, size: int, exchange: AllgatherBytes, listener: SegmentListener) -> Segment:
         """Create this rank's segment.
 
-        Raise an error on all ranks if one of them cannot, or has no usable `listener`.
+        Raise an error on all ranks if one of them cannot, or cannot use its `listener`.
         """
         own, problem = None, ""
-        rank = self._place.ranks[self._place.index]
-        if listener.problem:
-            text = f"cannot pass {size} bytes of shared memory: {listener.problem}"
-            problem = f"{listener.status} rank {rank}: {text}"
-        else:
-            try:
-                own = Segment.create(size)
-            except TransportError as exc:
-                problem = f"{exc.status or 'ENOMEM'} rank {rank}: {exc}"
+        try:
+            if listener.problem:
+                raise TransportError(
+                    f"cannot pass {size} bytes of shared memory: {listener.problem}",
+                    status=listener.status,
+                )
+            own = Segment.create(size)
+        except TransportError as exc:
+            rank = self._place.ranks[self._place.index]
+            problem = f"{exc.status or 'ENOMEM'} rank {rank}: {exc}"
         try:
             problems = list(map(unpack_text, exchange(pack_text(problem, _PROBLEM_NBYTES))))
             if any(problems):

@@ -151,7 +151,3 @@ def test_ctrl_c_while_making_one_ends_the_job(kind: str) -> None:
     run = functools.partial(programs.interrupted_making, kind)
     found = launch(run, 2, timeout_s=TIMEOUT_S)
     assert found == ["KeyboardInterrupt", "CommunicatorRevoked"]
-
-
-def test_ctrl_c_in_close_leaves_no_shared_memory() -> None:
-    assert launch(programs.interrupted_closing, 2, timeout_s=TIMEOUT_S) == [[], []]

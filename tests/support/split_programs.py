@@ -444,7 +444,7 @@ def closed_as_a_call_begins(is_child: bool, is_async: bool) -> list[Any]:
 
 
 def interrupted_making(kind: str) -> str:
-    """Press Ctrl-C while rank 0 makes a communicator; return the error of each rank."""
+    """Press Ctrl-C while rank 0 makes a communicator; return the error of this rank."""
     comm = r2ccl.init()
     try:
         if comm.rank:
@@ -476,23 +476,3 @@ def _error_of(fn: Callable[[], object]) -> str:
     except (R2cclError, KeyboardInterrupt) as exc:
         return type(exc).__name__
     return "no error"
-
-
-def interrupted_closing() -> list[str]:
-    """Press Ctrl-C while rank 0 closes a child that shares memory; return threads left at the end.
-
-    One of the threads that share memory holds a lock in it until it is freed.
-    """
-    before = set(threading.enumerate())
-    with r2ccl.init(shm="1") as comm:
-        child = comm.dup()
-        if comm.rank:
-            child.close()
-        else:
-            with patch.object(child._collectives, "free_memory", _press_ctrl_c):
-                assert _error_of(child.close) == "KeyboardInterrupt"
-        comm.barrier()
-    deadline = time.monotonic() + TIMEOUT_S / 6
-    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return [thread.name for thread in left]

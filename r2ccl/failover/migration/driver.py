@@ -419,7 +419,7 @@ class Migration:
         self._lost[path.key] = self.routes.lose(path.key)
         if path.is_idle:
             return
-        if not self._revocation.is_leaving:  # else no failure: see `_info`
+        if not self._revocation.is_leaving:  # a path that ends meanwhile has not failed
             self.log.failed(path.key, path.epoch, path.cause, failed_s)
         _log.log(
             self._info, "rank %d: taking %s to rank %d out of use: %s",

@@ -112,8 +112,7 @@ class Links:
         self.unconfirmed: dict[RecvLink, None] = {}
         self._confirm_after = context.config.confirm_after
         self._on_added: Callable[[int, int], None] | None = None
-        #: Called with the peer and the receive if a slice of a later call has arrived in its place.
-        self.on_later: Callable[[int, Landing], None] | None = None
+        self._on_later_call: Callable[[int, Landing], None] | None = None
         self._drops_messages = False
 
     def add_peer(self, peer: int) -> list[Path]:
@@ -146,6 +145,10 @@ class Links:
         The pair is the sending and the receiving end for `channel` to and from `peer`.
         """
         self._on_added = route
+
+    def on_later_call(self, report: Callable[[int, Landing], None]) -> None:
+        """Register ``report(peer, receive)``: a slice of a later call of `peer` is in its place."""
+        self._on_later_call = report
 
     def sender(self, peer: int, channel: int) -> SendLink:
         """Return the sending end of the link to `peer` on `channel`; create it on first use."""
@@ -369,16 +372,16 @@ class Links:
 
         Slices of a call that has ended are dropped. For a slice without a posted receive,
         `Calls.on_unposted` is called; if that is None, the slice waits. A slice that the peer sent
-        in a later call than the one that the receive belongs to is passed to `on_later` instead:
-        the peer has sent less in that call than this rank expects.
+        in a later call than the one that the receive belongs to is dropped, and reported: the peer
+        has sent less in that call than this rank expects, see `on_later_call`.
         """
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         while link.delivered in link.arrivals:
             taken = link.take()
             if taken is not None:
                 landing, op, payload = taken
-                if op > landing.op and self.on_later is not None:
-                    self.on_later(link.peer, landing)
+                if op > landing.op and self._on_later_call is not None:
+                    self._on_later_call(link.peer, landing)
                 elif landing.op == calls.op:
                     landing.owner.on_slice(landing, payload)
                     self.touch(landing.owner)

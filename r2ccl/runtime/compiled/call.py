@@ -536,11 +536,11 @@ class CompiledCalls:
         is of another call.
         """
         arrived = program.arrived(end.number)
-        for seq, (theirs, payload) in end.receiver.arrivals.items():
+        for seq, (peer_op, payload) in end.receiver.arrivals.items():
             ordinal = seq - end.receiver.posted
             if ordinal < end.nreceives:
                 nbytes = program.slice_nbytes(end.number, ordinal, is_sent=False)
-                if payload is None or len(payload) != nbytes or theirs != op:
+                if payload is None or len(payload) != nbytes or peer_op != op:
                     return False
                 start = program.places[end.number][ordinal]
                 program.arena[start : start + nbytes] = np.frombuffer(payload, np.uint8)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +79,9 @@ class LocalEngine(Protocol):
         ...
 
 
+_T = TypeVar("_T")
+
+
 class LocalMessages:
     """Carrier (`Way`) of the messages of one communicator in shared memory.
 
@@ -127,11 +130,23 @@ class LocalMessages:
         """True in a signal handler that interrupted its thread during the thread's turn."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
-    def _acquire(self) -> None:
-        """Wait for this thread's turn; call it inside of the ``try`` that releases the lock.
+    def _in_turn(self, acquire: Callable[[], bool], fn: Callable[[], _T]) -> _T | None:
+        """Return ``fn()``, called in this thread's turn; None if ``acquire()`` returns False."""
+        try:
+            if not acquire():
+                return None
+            found = fn()
+            self._is_quiet = self.driver.is_quiet
+            return found
+        finally:
+            # Ctrl-C raises as a function begins or ends: no other call may come before the release.
+            try:  # noqa: SIM105
+                self._lock.release()
+            except RuntimeError:  # not acquired
+                pass
 
-        Ctrl-C may come as a function begins, so the ``finally`` calls none before the release. The
-        caller sets `_is_quiet` before that.
+    def _acquire(self) -> bool:
+        """Wait for this thread's turn; return True. `_in_turn` calls it, and releases the lock.
 
         Raises
         ------
@@ -146,13 +161,14 @@ class LocalMessages:
                     "another call of the same thread: set a flag in the handler, and call r2ccl "
                     "later"
                 )
-            return
+            return True
         self._newcomers.append(None)
         try:
             self.driver.rings.wake()
             while not self._lock.acquire(timeout=_LOOK_S):
                 if not self._has_ended:
                     self.driver.rings.wake()
+            return True
         finally:
             self._newcomers.pop()
 
@@ -167,19 +183,15 @@ class LocalMessages:
         If `is_step`, move messages first. An exception, except `ConcurrentCalls`, ends the
         communicator.
         """
+
+        def run() -> Any:
+            self._caller.check()
+            if is_step:
+                self.driver.advance(False)
+            return fn()
+
         try:
-            try:
-                self._acquire()
-                self._caller.check()
-                if is_step:
-                    self.driver.advance(False)
-                found = fn()
-                self._is_quiet = self.driver.is_quiet
-            finally:
-                try:  # noqa: SIM105 - see `_acquire`
-                    self._lock.release()
-                except RuntimeError:  # not acquired
-                    pass
+            found = self._in_turn(self._acquire, run)
         except ConcurrentCalls:
             raise
         except BaseException as exc:
@@ -226,38 +238,29 @@ class LocalMessages:
 
         If nothing can move and no thread waits for its turn, first wait up to some milliseconds.
         """
-        try:
-            self._acquire()
-            is_over = is_done()
-            if not is_over:
-                if not self._has_ended:
-                    self.driver.advance(not self._newcomers)
-                is_over = is_done()
-            self._is_quiet = self.driver.is_quiet
-            return is_over
-        finally:
-            try:  # noqa: SIM105 - see `_acquire`
-                self._lock.release()
-            except RuntimeError:  # not acquired
-                pass
+
+        def move() -> bool:
+            if is_done():
+                return True
+            if not self._has_ended:
+                self.driver.advance(not self._newcomers)
+            return is_done()
+
+        return bool(self._in_turn(self._acquire, move))
 
     def poll(self) -> None:
         """Move messages once, unless another thread does; called by the owner of the data loop."""
         if self.is_below:
             self._is_quiet = False  # a direct call looks at the rings of its own peers only
             return
-        try:
-            if not self._lock.acquire(blocking=False):
-                self._is_quiet = False
-                return
+
+        def move() -> bool:
             if not self._has_ended:
                 self.driver.advance(False)
-            self._is_quiet = self.driver.is_quiet
-        finally:
-            try:  # noqa: SIM105 - see `_acquire`
-                self._lock.release()
-            except RuntimeError:  # not acquired
-                pass
+            return True
+
+        if self._in_turn(partial(self._lock.acquire, blocking=False), move) is None:
+            self._is_quiet = False
 
     def _rest_later(self) -> None:
         """If messages are unfinished, let the control thread have them moved in `_REST_S`."""
@@ -333,8 +336,10 @@ class LocalMessages:
                     self._prepared[key] = call, message
                 return message
             finally:
-                if lock._is_owned():  # type: ignore[attr-defined]
+                try:  # noqa: SIM105 - as in `_in_turn`
                     lock.release()
+                except RuntimeError:  # not acquired
+                    pass
         except BaseException as exc:
             raise self._failed(exc) from None
 
@@ -377,17 +382,12 @@ class LocalMessages:
 
         Return False, and drop none, if another thread does not end its turn within `timeout_s`.
         """
-        try:
-            if not self._lock.acquire(timeout=timeout_s):
-                return False
+
+        def forget() -> bool:
             self.driver.forget()
-            self._is_quiet = self.driver.is_quiet
             return True
-        finally:
-            try:  # noqa: SIM105 - see `_acquire`
-                self._lock.release()
-            except RuntimeError:  # not acquired
-                pass
+
+        return bool(self._in_turn(partial(self._lock.acquire, timeout=timeout_s), forget))
 
     def end(self) -> None:
         """Move no messages any more; wake waiting threads, which raise the communicator's error."""

@@ -162,15 +162,15 @@ def run(
             report.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise InvalidArgument(
-                f"the directory {report} for results cannot be made ({exc.strerror}): give a path "
-                "in a writable directory"
+                f"cannot make the directory {report} for results ({exc.strerror}): give another "
+                "path, in a directory where this user can write"
             ) from exc
         values[REPORT] = str(report.resolve())
     with tempfile.TemporaryDirectory(prefix="r2ccl-rdmalab-", ignore_cleanup_errors=True) as name:
         private = Path(name)
         script = private / "run.sh"
         text = guest_script(command, shape, values, private)
-        script.write_bytes(os.fsencode(text))  # as Python decoded arguments and variables
+        script.write_bytes(os.fsencode(text))  # gives the bytes that arguments and variables had
         began = time.monotonic()
         with _started(private, _virtme_command(script, machine)) as process:
             is_timed_out = not _pass_on(process, began + timeout_s, sink or _print)

@@ -161,7 +161,7 @@ class RdmaDevice:
         self._npeers = npeers
         #: True after an async event of the NIC: the port's GID may have changed since `find_gid`.
         self._is_stale = False
-        #: True once `destroy` has found that the device was removed.
+        #: True once a call has found that the device was removed.
         self._is_removed = False
         with ExitStack() as opened:
             if neighbours is not None:
@@ -182,17 +182,17 @@ class RdmaDevice:
         with _opening, _openable(self.name):
             before = _device_fds()
             self.context, self.async_fd = _with_new_fd(lambda: Context(name=self.name))
-            opened.callback(self.destroy, self.context)
+            opened.callback(self.context.close)
             os.set_blocking(self.async_fd, False)
             self._require_completions()
             self.pd = PD(self.context)
-            opened.callback(self.destroy, self.pd)
+            opened.callback(self.pd.close)
             #: Registers memory with this NIC; its regions must be closed before the device.
             self.registrar = PdRegistrar(self.name, self.pd, _ACCESS)
             self.channel, self.channel_fd = _with_new_fd(lambda: CompChannel(self.context))
-            opened.callback(self.destroy, self.channel)
+            opened.callback(self.channel.close)
             self.cq = CQ(self.context, completions(self._npeers), None, self.channel)
-            opened.callback(self.destroy, self.cq)
+            opened.callback(self.cq.close)
             self._descriptors = _device_fds() - before
 
     def _require_completions(self) -> None:
@@ -467,16 +467,25 @@ class RdmaDevice:
             try:
                 part.close()
             except PyverbsError as exc:
-                if getattr(exc, "error_code", None) not in _REMOVED:
-                    raise
-                if not self._is_removed:
-                    self._is_removed = True
-                    _log.warning("%s was removed, with all of its resources: %s", self.name, exc)
+                self._note_removal(exc)
 
     def close(self) -> None:
         """Free all resources; queue pairs and memory regions must be closed already."""
         self._poller = self._nic = None
-        self._opened.close()
+        try:
+            self._opened.close()
+        except PyverbsError as exc:
+            self._note_removal(exc)
+
+    def _note_removal(self, exc: PyverbsError) -> None:
+        """Log the removal of the device that `exc` shows; raise `exc` if it shows another error."""
+        if getattr(exc, "error_code", None) not in _REMOVED:
+            raise exc
+        if not self._is_removed:
+            self._is_removed = True
+            _log.warning(
+                "%s was removed, with all of its resources (%s): check dmesg", self.name, exc
+            )
 
 
 def room(name: str) -> int:

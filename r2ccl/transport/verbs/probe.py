@@ -223,7 +223,7 @@ class VerbsProber:
             self._domains: list[PD] = []
             for device in devices:
                 self._domains.append(_make_domain(device))
-                opened.callback(self._domains[-1].close)
+                opened.callback(device.destroy, self._domains[-1])
             opened.pop_all()
         #: Every end with a queue pair, by NIC index and queue pair number.
         self._ends: list[dict[int, ProbeEnd]] = [{} for _ in devices]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.mpi import find_mpiexec
+from support.slow import slow_but
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -120,9 +121,8 @@ runpy.run_path(f"{folder}/train_digits.py", run_name="__main__")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("nnodes", "nimages"), [(3, 216), (4, 1797)])
+@pytest.mark.parametrize(("nnodes", "nimages"), slow_but([(3, 216)], [(3, 216), (4, 1797)]))
 def test_demo_on_loopback_loses_a_rail_and_no_bit(
     nnodes: int, nimages: int, tmp_path: Path
 ) -> None:

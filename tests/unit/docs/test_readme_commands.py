@@ -194,7 +194,8 @@ HERE: dict[str, Callable[[Reader], None]] = {
     "r2ccl netlab": sums_in_a_lab,
     "sbatch": sums_by_slurm,
 }
-#: These start many processes. Tests of the demo, and of launching on hosts, run smaller jobs.
+#: Commands that `make test` runs: not those that start many processes. Other tests run smaller
+#: jobs of the demo, on hosts, and with the variables of Slurm.
 QUICK = HERE.keys() - {"kubectl", "r2ccl demo", "r2ccl launch --hosts", "sbatch"}
 #: First words of each command that no test of this folder runs, with the file that does.
 ELSEWHERE = {

@@ -47,8 +47,9 @@ def test_a_thread_that_keeps_its_turn_after_an_error_is_logged(
         lambda messages: messages.own(lambda: None, is_step=True),
         lambda messages: messages._step(lambda: True),
         lambda messages: messages.poll(),
+        lambda messages: messages._forget(1.0),
     ],
-    ids=["own", "step", "poll"],
+    ids=["own", "step", "poll", "forget"],
 )
 def test_ctrl_c_as_a_turn_ends_ends_the_turn(call: Callable[[LocalMessages], object]) -> None:
     number, came = 1, True

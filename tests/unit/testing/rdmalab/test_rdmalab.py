@@ -256,7 +256,7 @@ def test_a_report_that_is_a_file_is_a_wrong_command_line(
     file.touch()
     monkeypatch.setattr(command, "prepare", lambda say: None)
     assert command.main(parsed("--report", str(file), "--", "true")) == 2
-    assert f"{file} for results cannot be made (File exists)" in capsys.readouterr().err
+    assert f"{file} for results (File exists)" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("bare")

@@ -356,14 +356,19 @@ def test_what_a_removed_nic_had_counts_as_destroyed(
 ) -> None:
     """The kernel refuses every call for it; the other NIC is freed nevertheless."""
 
+    gone = set[str]()
+
     def refuse(call: Any) -> Any:
         def called(part: Any, *given: Any) -> Any:
-            if (part if isinstance(part, FakeContext) else part.context).name == "n0r0":
+            if (part if isinstance(part, FakeContext) else part.context).name in gone:
                 raise pair.error
             return call(part, *given)
 
         return called
 
+    for kind, call in [(FakeQueuePair, "modify"), (FakeQueuePair, "close"),
+                       (FakeDomain, "close"), (FakeContext, "close")]:  # fmt: skip
+        monkeypatch.setattr(kind, call, refuse(getattr(kind, call)))
     with paired(2) as pair:
         pair.error.error_code = errno.EIO
         qps = pair.near._devices[0].context.fabric.qps
@@ -372,9 +377,7 @@ def test_what_a_removed_nic_had_counts_as_destroyed(
             pair.near.offer(ProbeKey(1, rail, rail)).info  # noqa: B018  makes its queue pair
         end = pair.near.offer(ProbeKey(1, 0, 0))
         assert end.info
-        for kind, call in [(FakeQueuePair, "modify"), (FakeQueuePair, "close"),
-                           (FakeDomain, "close"), (FakeContext, "close")]:  # fmt: skip
-            monkeypatch.setattr(kind, call, refuse(getattr(kind, call)))
+        gone.add("n0r0")
         end.close()
         pair.near.fence(PATH)
         assert pair.near.poll(0.0) == [Fenced(PATH)]
@@ -383,7 +386,7 @@ def test_what_a_removed_nic_had_counts_as_destroyed(
         assert {qp.context.name for qp in qps.values()} == {"n0r0", "n1r0", "n1r1"}
         os.close(pair.near._devices[0].async_fd)
     assert [record.getMessage() for record in caplog.records] == [
-        "n0r0 was removed, with all of its resources: gone",
+        "n0r0 was removed, with all of its resources (gone): check dmesg",
         "rank 0: rail 0 to rank 1: n0r0 refused to flush a queue pair: gone; the queue pair is "
         "destroyed",
     ]
