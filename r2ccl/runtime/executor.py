@@ -38,6 +38,7 @@ from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.planning.lowering import Lane, Layout, Step
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.schedule.ir import OpKind
+from r2ccl.transport.aligned import aligned_memory
 
 Array = npt.NDArray[Any]
 Place = npt.NDArray[np.uint8] | memoryview
@@ -140,7 +141,7 @@ class HostCall:
         space: Array = output[:0]
         if layout.uses_scratch:
             if scratch is None:
-                scratch = np.empty(layout.count * layout.itemsize, np.uint8)
+                scratch = aligned_memory(layout.count * layout.itemsize)
             space = scratch.view(output.dtype)
         self.spaces = (source, output, space)
         view = _bytes_of(source)

@@ -37,6 +37,7 @@ from r2ccl.runtime.staged_call import BlockCopy, StagedCall
 from r2ccl.runtime.two_level import RunEngine, TwoLevelCalls
 from r2ccl.runtime.two_level import connect as connect_nodes
 from r2ccl.schedule.chunks import Parts
+from r2ccl.transport.aligned import aligned_memory
 from r2ccl.types import (
     ORDERED_OP,
     PREFIXES,
@@ -379,7 +380,7 @@ class HostCollectives:
         nbytes = count * dtype.itemsize
         memory = self._converted.get(name)
         if memory is None or memory.nbytes < nbytes:
-            memory = self._converted[name] = np.empty(nbytes, np.uint8)
+            memory = self._converted[name] = aligned_memory(nbytes)
         array = memory[:nbytes].view(dtype if dtype.names is None else raw_dtype(dtype))
         return Buffer(array, code, count, dtype.itemsize, nbytes, memory)
 
@@ -392,7 +393,7 @@ class HostCollectives:
         nbytes = count * dtype.itemsize
         if self._scratch.nbytes < nbytes:
             self.network_repeats.forget()  # they use the former memory
-            self._scratch = np.empty(nbytes, np.uint8)
+            self._scratch = aligned_memory(nbytes)
         return self._scratch[:nbytes].view(dtype)
 
 

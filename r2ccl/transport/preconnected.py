@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.errors import InternalError, TransportError
+from r2ccl.transport.aligned import aligned_memory
 from r2ccl.transport.base import Endpoint
 from r2ccl.types import PathKey, ProbeKey
 
@@ -41,7 +42,7 @@ class PreconnectedTransport:
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return `nbytes` bytes of ordinary memory: slices can land in any memory."""
-        return np.empty(nbytes, np.uint8)
+        return aligned_memory(nbytes)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Unregistered:
         """Return a registration that does nothing: no memory needs one."""

@@ -20,12 +20,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from r2ccl.runtime.advice import cannot_view
+from r2ccl.transport.aligned import aligned_memory
 
 #: DLPack device types of CUDA memory: kDLCUDA, kDLCUDAManaged (dlpack.h).
 _CUDA_DEVICES = (2, 13)
 
-#: Alignment in bytes of memory that JAX can share on a CPU (``MinAlign`` of XLA's CPU runtime).
-_JAX_ALIGNMENT = 64
 #: Dtypes that JAX narrows to 32 bits per number, unless ``jax_enable_x64`` is set.
 _JAX_WIDE = ("float64", "int64", "uint64", "complex128")
 
@@ -84,9 +83,7 @@ def is_jax(x: Any) -> bool:
 def jax_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Allocate an uninitialized array that JAX can share: its address is a multiple of 64 bytes."""
     nbytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(nbytes + _JAX_ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _JAX_ALIGNMENT
-    return memory[start : start + nbytes].view(dtype).reshape(shape)
+    return aligned_memory(nbytes).view(dtype).reshape(shape)
 
 
 def jax_converter(x: Any) -> Callable[[np.ndarray[Any, Any]], Any]:

@@ -40,6 +40,7 @@ from r2ccl.runtime.compiled.program import UNUSED, CompiledProgram, LinkPair, is
 from r2ccl.runtime.compiled.replay import Replay, restore_bytes
 from r2ccl.runtime.executor import HostLanes, LaneRun
 from r2ccl.runtime.progress import Progress
+from r2ccl.transport.aligned import aligned_memory
 from r2ccl.transport.tcp.connection import Connection
 from r2ccl.transport.tcp.transport import TcpTransport
 
@@ -463,7 +464,7 @@ class CompiledCalls:
         words = program.view
         wanted = max(program.nslots * program.arena_nbytes, _HELD_NBYTES)
         if self._arena.nbytes < wanted:
-            self._arena = np.empty(1 << (wanted - 1).bit_length(), np.uint8)
+            self._arena = aligned_memory(1 << (wanted - 1).bit_length())
         _reset(program, self._arena)
         for end in program.ends:
             if not self._import(program, end, calls.op):
@@ -480,7 +481,7 @@ class CompiledCalls:
         if program.scratch_nbytes:
             scratch = lanes.scratch
             if scratch is None:
-                scratch = np.empty(program.scratch_nbytes, np.uint8)
+                scratch = aligned_memory(program.scratch_nbytes)
             _use_scratch(program, scratch)
         if conns != program.conns:
             _attach(program, conns)

@@ -26,7 +26,8 @@ from r2ccl.kernels.arrays import data_of
 from r2ccl.kernels.native import callable_of
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
-from r2ccl.runtime.compiled.program import ALIGNMENT, CompiledProgram
+from r2ccl.runtime.compiled.program import CompiledProgram
+from r2ccl.transport.aligned import LINE_NBYTES
 from r2ccl.transport.tcp.connection import Connection
 from r2ccl.types import PathKey
 
@@ -190,7 +191,7 @@ class HeldPrograms:
         start = self._used_nbytes
         if start + nbytes > self._arena.nbytes:
             return None
-        self._used_nbytes = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._used_nbytes = start + -(-nbytes // LINE_NBYTES) * LINE_NBYTES
         return self._arena[start : start + nbytes]
 
     def add(self, program: CompiledProgram) -> None:

@@ -229,7 +229,7 @@ UNEXPECTED = 6
 
 # Frames.
 
-HEADER_NBYTES = 44
+HEADER_NBYTES = 64
 DATA_FRAME, CLEAR_FRAME, CONFIRM_FRAME = 1, 2, 3
 #: Size of the memory for staged frames, and maximum size of an eager slice that is staged with its
 #: header.

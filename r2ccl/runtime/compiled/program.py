@@ -20,6 +20,7 @@ from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.schedule.ir import OpKind
 from r2ccl.shm.layout import CPU_SET_NBYTES
+from r2ccl.transport.aligned import LINE_NBYTES
 from r2ccl.transport.tcp.connection import Connection, buffer_nbytes
 from r2ccl.types import USER_OP, CallSignature, PathKey, signed_word
 
@@ -28,8 +29,6 @@ Words = npt.NDArray[np.int64]
 #: Kind of the steps whose cleared slices arrive in the arena and are reduced from there.
 _PLACED = OpKind.RECV_REDUCE
 _REDUCING = frozenset((OpKind.RECV_REDUCE, OpKind.REDUCE))
-#: The memory of each slice begins at a multiple of this size in bytes.
-ALIGNMENT = 64
 #: Idle time after which a call leaves compiled code, and time after which compiled code returns to
 #: Python, which then handles signals; in nanoseconds.
 _SLEEP_NS = 10_000_000
@@ -342,7 +341,7 @@ class CompiledProgram:
 
     def _reserve(self, nbytes: int) -> int:
         start = self.arena_nbytes
-        self.arena_nbytes = start + (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        self.arena_nbytes = start + (nbytes + LINE_NBYTES - 1) // LINE_NBYTES * LINE_NBYTES
         return start
 
     def _fill_pair(self, number: int, pair: Pair, found: tuple[int, ...], base: int) -> None:
@@ -574,4 +573,4 @@ def _nbytes(step: Step, k: int, itemsize: int) -> int:
     return (step.cuts[k + 1] - step.cuts[k]) * itemsize
 
 
-__all__ = ["ALIGNMENT", "UNUSED", "CompiledProgram", "LinkPair", "Pair", "is_supported"]
+__all__ = ["UNUSED", "CompiledProgram", "LinkPair", "Pair", "is_supported"]

@@ -117,8 +117,8 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
     a later message, return FOREIGN if frames for which the call waits may follow.
     """
     at = conn[BUFFER] + conn[PARSED]
-    kind, channel, nbytes = load32(at) & 0xFF, load32(at + 4), load32(at + 8)
-    seq, ack, op, signature = load64(at + 12), load64(at + 20), load64(at + 28), load64(at + 36)
+    kind, channel, nbytes, seq = load64(at), load64(at + 8), load64(at + 16), load64(at + 24)
+    ack, op, signature = load64(at + 32), load64(at + 40), load64(at + 48)
     if channel >> 16 != state[CONTEXT]:
         return FOREIGN
     found = -1

@@ -77,7 +77,7 @@ from r2ccl.runtime.compiled.layout import (
     USED,
 )
 from r2ccl.runtime.compiled.steps import finish_slice, is_ready, retire
-from r2ccl.runtime.compiled.system import EAGAIN, EINTR, errno, send_message, store32, store64
+from r2ccl.runtime.compiled.system import EAGAIN, EINTR, errno, send_message, store64
 from r2ccl.runtime.compiled.tables import (
     conn_of,
     first_of,
@@ -98,13 +98,14 @@ def put_header(
     at: Any, kind: Any, channel: Any, nbytes: Any, seq: Any, ack: Any, op: Any, signature: Any
 ) -> None:
     """Write a frame header, see `r2ccl.transport.tcp.connection.HEADER`, to address `at`."""
-    store32(at, kind)
-    store32(at + 4, channel)
-    store32(at + 8, nbytes)
-    store64(at + 12, seq)
-    store64(at + 20, ack)
-    store64(at + 28, op)
-    store64(at + 36, signature)
+    store64(at, kind)
+    store64(at + 8, channel)
+    store64(at + 16, nbytes)
+    store64(at + 24, seq)
+    store64(at + 32, ack)
+    store64(at + 40, op)
+    store64(at + 48, signature)
+    store64(at + 56, 0)
 
 
 @inlined

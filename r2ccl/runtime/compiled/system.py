@@ -41,18 +41,6 @@ def load64(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def store32(typing_context: Any, address: Any, value: Any) -> Any:
-    """Store the lower 32 bits of `value` at an address, which need not be aligned."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = builder.inttoptr(args[0], _I32.as_pointer())
-        builder.store(builder.trunc(args[1], _I32), at, align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
 def store64(typing_context: Any, address: Any, value: Any) -> Any:
     """Store a 64-bit number at an address, which need not be aligned."""
 
@@ -177,6 +165,5 @@ __all__ = [
     "read_option",
     "receive",
     "send_message",
-    "store32",
     "store64",
 ]

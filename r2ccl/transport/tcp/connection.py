@@ -6,13 +6,13 @@ import socket
 import struct
 from collections import deque
 
-import numpy as np
-
+from r2ccl.transport.aligned import aligned_memory
 from r2ccl.transport.base import Frame
 from r2ccl.types import PathKey
 
-#: kind, channel, nbytes, seq, ack, op, signature
-HEADER = struct.Struct("<B3xIIQQQQ")
+#: kind, channel, nbytes, seq, ack, op, signature; its size is that of a cache line, see
+#: `r2ccl.transport.aligned`.
+HEADER = struct.Struct("<7Q8x")
 HEADER_NBYTES = HEADER.size
 DATA, CLEAR, CONFIRM = 1, 2, 3
 
@@ -81,7 +81,7 @@ class Connection:
         self.sock = sock
         self.fd = sock.fileno()
         #: Not initialized: the kernel provides only pages in use, and most paths use one or two.
-        buffer = np.empty(buffer_nbytes, np.uint8)
+        buffer = aligned_memory(buffer_nbytes)
         self.buffer = buffer.data
         self.buffer_address = int(buffer.ctypes.data)
         #: Bytes ``parsed .. filled`` of the buffer are read but not parsed yet.

@@ -1,6 +1,6 @@
 """TCP transport: one non-blocking socket per path, one epoll per transport.
 
-Wire format: a stream of frames, each a fixed header (`HEADER`, 44 bytes, little endian) and, for
+Wire format: a stream of frames, each a fixed header (`HEADER`, 64 bytes, little endian) and, for
 DATA, its payload. A cleared slice travels as one or more fragments in order. It is written from the
 caller's view and read into the landing place; only the first bytes of a fragment, if they are read
 together with a header, are copied from the receiver's buffer. An eager slice stays in that buffer.
