@@ -146,8 +146,9 @@ class DataLoop:
         self._followers: list[_Follower] = []
         self._sleeping = False
         self._next_tick = 0.0
-        #: True if timers are due that the control thread has left to the owner.
-        self._is_tick_due = False
+        #: True if timers are due that the control thread has left to the running call, or to the
+        #: next one.
+        self.is_tick_due = False
         #: True while the control thread is to send data that finished calls have left.
         self._is_sending_rest = False
         #: True once the communicators have failed and no path is in use any more.
@@ -369,11 +370,11 @@ class DataLoop:
         """Call `on_tick` here, or in the thread that owns the loop; for the control thread.
 
         A call that sleeps or runs in compiled code is interrupted only at the second tick. Before
-        that, the call runs the timers itself if it waits long. If it ends instead, and is repeated,
-        the repetition runs them first.
+        that, the call runs the timers itself if it waits long. If it ends instead, the next call
+        runs them before it enters compiled code.
         """
-        if self._sleeping and not self._is_tick_due:
-            self._is_tick_due = True
+        if self._sleeping and not self.is_tick_due:
+            self.is_tick_due = True
         else:
             self.submit(self.on_tick, now)
 
@@ -384,12 +385,13 @@ class DataLoop:
         """
         if self._revocation.error is None:
             self.progress.step()
-            self._tick(now)
+            self.run_timers(now)
         elif not (self.is_settled or self._migration.is_quiet):
             self.progress.step()
 
-    def _tick(self, now: float) -> None:
-        self._is_tick_due = False
+    def run_timers(self, now: float) -> None:
+        """Do the periodic work of all communicators; called by the owner, `now` is in seconds."""
+        self.is_tick_due = False
         callers = self.callers.copy()
         peers: frozenset[int] = frozenset().union(*(caller.peers for caller in callers))
         self.failover.tick(now, peers)
@@ -522,7 +524,7 @@ class DataLoop:
                 now = clock()
                 if now >= self._next_tick:
                     self._next_tick = now + _TICK_S
-                    self._tick(now)
+                    self.run_timers(now)
                     if self._followers:
                         self._notify()
                 caller.check()
@@ -605,7 +607,7 @@ class DataLoop:
                 self._control.is_busy = self._sleeping = True
                 if self.inbox or self._newcomers or self._followers:
                     return NotImplemented
-                if self._is_tick_due:
+                if self.is_tick_due:
                     self._tick_between_repetitions(compiled)
                     return NotImplemented
                 if held.program is not program and not switch(compiled):
@@ -636,7 +638,7 @@ class DataLoop:
         compiled.settle()
         if has_others:
             self.progress.step()
-        self._tick(self._clock())
+        self.run_timers(self._clock())
 
     def _notify(self) -> None:
         """Wake the threads that stand aside and whose wait is over; called by the owner."""

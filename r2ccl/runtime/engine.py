@@ -523,6 +523,8 @@ class Engine:
                 runs: Sequence[LaneRun] | None = None
                 compiled = loop.compiled
                 if compiled is not None and type(make) is HostLanes:
+                    if loop.is_tick_due:  # else the next tick would interrupt compiled code
+                        loop.run_timers(self._clock())
                     if loop.inbox:
                         loop.serve_inbox()
                     # A repetition asks neither for the health nor for a plan nor for `asked_op`:

@@ -221,7 +221,7 @@ def timers_between_repetitions() -> tuple[int, int, int, int]:
         for _ in range(20):
             if comm.rank == 0:
                 time.sleep(0.002)  # the other rank is ahead
-            loop._is_tick_due = True
+            loop.is_tick_due = True
             comm.gather(x, out)
             nread += bool(engine._calls.ahead)
             comm.gather(x, out)
