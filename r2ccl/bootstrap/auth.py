@@ -34,7 +34,7 @@ from typing import NamedTuple, NoReturn
 from r2ccl.errors import InternalError, InvalidArgument, R2cclError
 
 #: Version of the wire protocol: handshake, frames and rendezvous messages.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 SECRET_NBYTES = 32
 NONCE_NBYTES = 32
