@@ -17,8 +17,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _C_PREFIX = "cfunc."
 #: Functions that code generation may call without a declaration.
 _IMPLIED = ("memcpy", "memmove", "memset")
-#: The instruction that memcpy(3) uses from about 4 KiB on (``rep movsb``) is eight times as slow on
-#: AMD's Zen 3 if the target is ahead of the source by 1 to 31 bytes, modulo the size of a page.
+#: The instruction that memcpy(3) uses from about 4 KiB on (``rep movsb``) takes eight times as long
+#: on AMD's Zen 3 if the target is ahead of the source by 1 to 31 bytes, modulo the size of a page.
 #: Such copies are made in pieces, for which memcpy(3) uses other instructions.
 _PAGE_NBYTES, _SLOW_AHEAD, _PIECE_NBYTES = 4096, 32, 1024
 _TO_C, _TO_PYTHON = "PyLong_AsLongLong", "PyLong_FromLongLong"

@@ -42,6 +42,7 @@ from r2ccl.failover.failover import Failover
 from r2ccl.failover.migration.calls import Calls
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.revocation import Revoke
+from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled.call import CompiledCalls, announce_compilation
 from r2ccl.runtime.compiled.layout import PAUSED
 from r2ccl.runtime.compiled.program import CompiledProgram
@@ -370,8 +371,8 @@ class DataLoop:
         """Call `on_tick` here, or in the thread that owns the loop; for the control thread.
 
         A call that sleeps or runs in compiled code is interrupted only at the second tick. Before
-        that, the call runs the timers itself if it waits long. If it ends instead, the next call
-        runs them before it enters compiled code.
+        that, the call runs the timers itself if it waits long. If it ends instead, the next
+        collective, or the next repetition, runs them before it enters compiled code.
         """
         if self._sleeping and not self.is_tick_due:
             self.is_tick_due = True
@@ -627,6 +628,17 @@ class DataLoop:
                 self.wake_followers()
             if self.inbox:
                 self._control.call_soon(self.serve)
+
+    def run_due_timers(self, plan: Plan) -> None:
+        """Run the timers before a call of `plan` enters compiled code; called by the owner.
+
+        Run the data loop first if it has events of other connections than those of the call. The
+        frames of the call itself stay unread, because a call whose frames the data loop has read
+        cannot run in compiled code.
+        """
+        if self.compiled is not None and self.compiled.has_other_events(plan):
+            self.progress.step()
+        self.run_timers(self._clock())
 
     def _tick_between_repetitions(self, compiled: CompiledCalls) -> None:
         """Settle the held call and run the timers; run the data loop only if it has other events.

@@ -1,10 +1,11 @@
 """Memory that begins at a cache line, for data that is sent or received.
 
-The kernel and memcpy(3) copy with the instruction ``rep movsb``. On AMD's Zen 3 it is four to eight
-times as slow if the target is ahead of the source by 1 to 31 bytes, modulo the 4096 bytes of a
-page. No such copy occurs between addresses that are multiples of 64 bytes. NumPy allocates large
-arrays 16 bytes behind the beginning of a page. Frame headers have a multiple of 64 bytes, too, so
-that copies between these arrays and the kernel's pages are not slow either.
+The kernel and memcpy(3) copy large pieces with the instruction ``rep movsb``. On AMD's Zen 3 it
+takes four to eight times as long if the target is ahead of the source by 1 to 31 bytes, modulo the
+4096 bytes of a page. That cannot be between addresses that are multiples of 64 bytes. The headers
+of frames have a multiple of 64 bytes, too, so that slices of such sizes stay at multiples of 64
+bytes in the pages in which the kernel keeps them. It is then rare also for other arrays: malloc(3),
+and so NumPy, allocates large ones 16 bytes behind the beginning of a page.
 """
 
 from __future__ import annotations

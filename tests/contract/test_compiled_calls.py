@@ -115,3 +115,13 @@ def test_repeated_calls_are_exact_though_a_path_fails(seed: int, nforms: int) ->
     if seed in CUTS and nforms == 1:  # in others, the path may be unused
         assert sum(nrepeated for _, nrepeated, _ in found) > 0
         assert sum(nrepairs for _, _, nrepairs in found) > 0
+
+
+@pytest.mark.parametrize("nbytes", [1 << 40, 1 << 63, (1 << 64) - 8192])
+def test_a_fragment_of_a_wrong_size_fails_its_path_only(nbytes: int) -> None:
+    (is_right, causes), (is_right_there, _) = launch(
+        functools.partial(programs.wrong_fragment, nbytes), 2, timeout_s=60.0
+    )
+    assert is_right
+    assert is_right_there
+    assert any(cause.startswith("EBADMSG") for cause in causes)

@@ -68,6 +68,12 @@ def test_timers_that_are_due_run_before_a_repetition() -> None:
         assert nrun > ndue // 2 > max(nleft, nread)
 
 
+def test_timers_that_are_due_run_before_calls_that_are_not_held() -> None:
+    for ncalls, ntimers, nafter in launch(programs.timers_before_other_calls, 2, timeout_s=60.0):
+        assert ntimers >= ncalls  # more if a call waits long
+        assert nafter >= ncalls // 2
+
+
 def test_calls_after_one_in_python_run_in_compiled_code() -> None:
     assert launch(programs.calls_after_one_in_python, 2, timeout_s=60.0)[0] > 15
 

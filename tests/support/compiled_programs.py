@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import socket
 import time
@@ -15,6 +16,9 @@ import numpy as np
 import r2ccl
 from r2ccl import Communicator
 from r2ccl.runtime.compiled.call import CompiledCalls
+from r2ccl.transport.base import Frame
+from r2ccl.transport.tcp import transport
+from r2ccl.transport.tcp.connection import DATA
 
 #: Numbers of elements, in calls of all collectives: eager slices of two kinds, one slice, several.
 COUNTS = (1, 77, 700, 40_001, 700_001)
@@ -313,6 +317,24 @@ def switches() -> tuple[int, int, int]:
         ]  # fmt: skip
         nwrong = sum(not one_call(*calls[number % len(calls)], 0) for number in range(180))
         return nwrong, len(repeats), len(changes)
+
+
+def wrong_fragment(nbytes: int) -> tuple[bool, list[str]]:
+    """Broadcast from rank 1, which names `nbytes` as the size of the first fragment that it sends.
+
+    Return whether the result is right, and why paths failed.
+    """
+    rank, pack, sizes = int(os.environ["RANK"]), transport.pack, [nbytes]
+
+    def pack_wrongly(kind: int, frame: Frame, nbytes: int) -> bytes:
+        is_first = rank == 1 and kind == DATA and nbytes > 1 << 17 and sizes
+        return pack(kind, frame, sizes.pop() if is_first else nbytes)
+
+    transport.pack = pack_wrongly
+    with r2ccl.init(shm="0", compiled="0" if rank else "1") as comm:
+        x = np.arange(1 << 19, dtype=np.float32) * rank
+        comm.broadcast(x, root=1)
+        return np.array_equal(x, np.arange(1 << 19)), [each.cause for each in comm.repairs()]
 
 
 def reset(fd: int) -> None:

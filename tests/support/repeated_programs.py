@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 import time
 import weakref
@@ -226,6 +227,31 @@ def timers_between_repetitions() -> tuple[int, int, int, int]:
             nread += bool(engine._calls.ahead)
             comm.gather(x, out)
         return 20, len(ticks), compiled.nleft - before, nread
+
+
+def timers_before_other_calls() -> tuple[int, int, int]:
+    """Make calls that are not held, before each of which timers are due.
+
+    The transport has other events before every second call. Return the number of calls, how often
+    the timers ran, and how often the data loop ran before the timers.
+    """
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        x, ncalls = np.ones(50, np.float32), 10
+        engine: Any = comm._engine
+        compiled: Any = compiled_of(comm)
+        loop, seen = engine._loop, []
+        loop.tick = lambda now: None  # the control thread runs none meanwhile
+        compiled._may_hold = lambda program, calls: False
+        comm.allreduce(x)
+        run_timers, step = loop.run_timers, loop.progress.step
+        loop.run_timers = lambda now: (seen.append("timers"), run_timers(now))
+        loop.progress.step = lambda *given: (seen.append("step"), step(*given))[1]
+        for number in range(ncalls):
+            loop.is_tick_due = True
+            compiled.has_other_events = lambda plan, number=number: number % 2 == 1
+            comm.allreduce(x)
+        nafter = sum(pair == ("step", "timers") for pair in itertools.pairwise(seen))
+        return ncalls, seen.count("timers"), nafter
 
 
 def calls_after_one_in_python() -> int:

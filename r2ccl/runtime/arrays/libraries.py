@@ -81,7 +81,10 @@ def is_jax(x: Any) -> bool:
 
 
 def jax_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Allocate an uninitialized array that JAX can share: its address is a multiple of 64 bytes."""
+    """Allocate an uninitialized array that JAX can share.
+
+    Its address is a multiple of 64 bytes, which is ``MinAlign`` of XLA's CPU runtime.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     return aligned_memory(nbytes).view(dtype).reshape(shape)
 

@@ -363,6 +363,11 @@ class CompiledCalls:
         conns = self._conns if self.held is None else self.held.conns.values()
         return self._transport.has_other_events(conns)
 
+    def has_other_events(self, plan: Plan) -> bool:
+        """Return whether the transport has events that do not concern the next call, of `plan`."""
+        program = self._program_of(plan)
+        return self._transport.has_other_events([] if program is None else program.conns)
+
     def _end(
         self,
         program: CompiledProgram,

@@ -20,7 +20,7 @@ from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.schedule.ir import OpKind
 from r2ccl.shm.layout import CPU_SET_NBYTES
-from r2ccl.transport.aligned import LINE_NBYTES
+from r2ccl.transport.aligned import LINE_NBYTES, aligned_memory
 from r2ccl.transport.tcp.connection import Connection, buffer_nbytes
 from r2ccl.types import USER_OP, CallSignature, PathKey, signed_word
 
@@ -202,7 +202,8 @@ class CompiledProgram:
         self._rings = np.empty(
             (len(self.pairs), 2, sum(len(p.sends) for p in self.pairs)), np.int64
         )
-        self._stages = np.empty((len(self.pairs), 2, at.STAGE_NBYTES), np.uint8)
+        stages = aligned_memory(len(self.pairs) * 2 * at.STAGE_NBYTES)
+        self._stages = stages.reshape(len(self.pairs), 2, at.STAGE_NBYTES)
         self.polls = np.zeros(len(self.pairs) + 1, np.int64)
         space = tables.add(np.zeros(16, np.int64))
         sets = tables.add(np.zeros(2 * CPU_SET_NBYTES // 8, np.int64))

@@ -195,7 +195,7 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
         log_event(state, ARRIVED_EAGER, number, channel, seq, ack, nbytes, found)
         result = EVENT
     else:
-        if ordinal >= pair[ASKED] or nbytes > size - arrived[ordinal]:
+        if ordinal >= pair[ASKED] or nbytes < 0 or nbytes > size - arrived[ordinal]:
             return FOREIGN
         if offset < 0:
             region = state[SPACES + step[DESTINATION]] + first_of(state, step, k)

@@ -42,6 +42,7 @@ from r2ccl.runtime.messages.driver import GRANT_NBYTES, MessageDriver
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.outcome import NOTHING, DirectEnd
 from r2ccl.schedule.ir import OpKind, Space
+from r2ccl.transport.aligned import aligned_memory
 from r2ccl.types import EnvelopeKind
 
 Bytes = npt.NDArray[np.uint8]
@@ -119,7 +120,7 @@ class PreparedShort(PreparedCall):
         kinds = (OpKind.SEND, Space.INPUT), (OpKind.RECV, Space.OUTPUT)
         for end, (kind, space) in zip(ends, kinds, strict=True):
             size = 0 if end is None else ENVELOPE_NBYTES + end.buffer.nbytes
-            arrays.append(np.empty(size, np.uint8))
+            arrays.append(aligned_memory(size))
             if end is None:
                 ways.append(())
                 continue
@@ -324,7 +325,7 @@ def _view_of(array: Bytes) -> memoryview:
 
 
 def _memory(nbytes: int) -> Bytes:
-    return np.empty(nbytes, np.uint8)
+    return aligned_memory(nbytes)
 
 
 def _refuse(left: object, right: object, out: object) -> None:
