@@ -55,10 +55,13 @@ def test_edges_of_many_nodes_are_dealt_in_a_time_per_edge() -> None:
     """Every edge was a search among all nodes: 2 s with 512 nodes of 8 rails, 8 s with 1,024."""
     times = []
     for n in (200, 3200):
-        began_s = process_time()
-        packed_trees.pack([112, *[128] * (n - 1)], 6)
-        packed_trees.pack_rooted([7, *[8] * (n - 1)], 6, 1)
-        times.append(process_time() - began_s)
+        tries = []
+        for _ in range(3):  # the machine, or a garbage collection, may slow one down
+            began_s = process_time()
+            packed_trees.pack([112, *[128] * (n - 1)], 6)
+            packed_trees.pack_rooted([7, *[8] * (n - 1)], 6, 1)
+            tries.append(process_time() - began_s)
+        times.append(min(tries))
     assert times[1] < 80 * times[0], "16 times the nodes; 256 times the searches"
 
 
