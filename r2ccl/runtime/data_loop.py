@@ -42,7 +42,6 @@ from r2ccl.failover.failover import Failover
 from r2ccl.failover.migration.calls import Calls
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.revocation import Revoke
-from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled.call import CompiledCalls, announce_compilation
 from r2ccl.runtime.compiled.layout import PAUSED
 from r2ccl.runtime.compiled.program import CompiledProgram
@@ -386,12 +385,11 @@ class DataLoop:
         """
         if self._revocation.error is None:
             self.progress.step()
-            self.run_timers(now)
+            self._tick(now)
         elif not (self.is_settled or self._migration.is_quiet):
             self.progress.step()
 
-    def run_timers(self, now: float) -> None:
-        """Do the periodic work of all communicators; called by the owner, `now` is in seconds."""
+    def _tick(self, now: float) -> None:
         self.is_tick_due = False
         callers = self.callers.copy()
         peers: frozenset[int] = frozenset().union(*(caller.peers for caller in callers))
@@ -525,7 +523,7 @@ class DataLoop:
                 now = clock()
                 if now >= self._next_tick:
                     self._next_tick = now + _TICK_S
-                    self.run_timers(now)
+                    self._tick(now)
                     if self._followers:
                         self._notify()
                 caller.check()
@@ -629,28 +627,22 @@ class DataLoop:
             if self.inbox:
                 self._control.call_soon(self.serve)
 
-    def run_due_timers(self, plan: Plan) -> None:
-        """Run the timers before a call of `plan` enters compiled code; called by the owner.
-
-        Run the data loop first if it has events of other connections than those of the call. The
-        frames of the call itself stay unread, because a call whose frames the data loop has read
-        cannot run in compiled code.
-        """
-        if self.compiled is not None and self.compiled.has_other_events(plan):
-            self.progress.step()
-        self.run_timers(self._clock())
-
     def _tick_between_repetitions(self, compiled: CompiledCalls) -> None:
-        """Settle the held call and run the timers; run the data loop only if it has other events.
-
-        Frames of later calls on the connections of the held call stay unread, because a call whose
-        frames the data loop has read cannot be held.
-        """
+        """Settle the held call and run the timers, see `run_due_timers`."""
         has_others = compiled.is_interrupted()
         compiled.settle()
+        self.run_due_timers(has_others=has_others)
+
+    def run_due_timers(self, *, has_others: bool) -> None:
+        """Run the timers before a call enters compiled code; called by the owner.
+
+        Run the data loop first if the transport has events of other connections than those of the
+        call (`has_others`). Otherwise the frames of the call stay unread, because a call whose
+        frames the data loop has read can neither be held nor run in compiled code.
+        """
         if has_others:
             self.progress.step()
-        self.run_timers(self._clock())
+        self._tick(self._clock())
 
     def _notify(self) -> None:
         """Wake the threads that stand aside and whose wait is over; called by the owner."""

@@ -524,7 +524,7 @@ class Engine:
                 compiled = loop.compiled
                 if compiled is not None and type(make) is HostLanes:
                     if loop.is_tick_due:  # else the next tick would interrupt compiled code
-                        loop.run_due_timers(plan)
+                        loop.run_due_timers(has_others=compiled.has_other_events(plan))
                     if loop.inbox:
                         loop.serve_inbox()
                     # A repetition asks neither for the health nor for a plan nor for `asked_op`:

@@ -41,7 +41,7 @@ class PreconnectedTransport:
         )
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return `nbytes` bytes of ordinary memory: slices can land in any memory."""
+        """Return `nbytes` bytes of ordinary memory, which begins at a cache line."""
         return aligned_memory(nbytes)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Unregistered:

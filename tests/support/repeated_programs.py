@@ -243,8 +243,8 @@ def timers_before_other_calls() -> tuple[int, int, int]:
         loop.tick = lambda now: None  # the control thread runs none meanwhile
         compiled._may_hold = lambda program, calls: False
         comm.allreduce(x)
-        run_timers, step = loop.run_timers, loop.progress.step
-        loop.run_timers = lambda now: (seen.append("timers"), run_timers(now))
+        tick, step = loop._tick, loop.progress.step
+        loop._tick = lambda now: (seen.append("timers"), tick(now))
         loop.progress.step = lambda *given: (seen.append("step"), step(*given))[1]
         for number in range(ncalls):
             loop.is_tick_due = True

@@ -293,7 +293,7 @@ class PreparedLong(PreparedCall):
 
 def make_pool() -> LandingPool:
     """Return a pool, which `HostLanes` requires; direct calls take no landing places from it."""
-    return LandingPool(_memory, 1)
+    return LandingPool(aligned_memory, 1)
 
 
 def _step(
@@ -322,10 +322,6 @@ def _plan(
 
 def _view_of(array: Bytes) -> memoryview:
     return memoryview(array)  # type: ignore[arg-type]
-
-
-def _memory(nbytes: int) -> Bytes:
-    return aligned_memory(nbytes)
 
 
 def _refuse(left: object, right: object, out: object) -> None:
