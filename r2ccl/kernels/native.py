@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
+import glob
 import hashlib
 import importlib
 import logging
@@ -32,7 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -41,6 +42,7 @@ from r2ccl.errors import TransportError
 _log = logging.getLogger(__name__)
 
 _LIBRARY = Path(__file__).resolve().parent.parent
+_ROOT = str(_LIBRARY.parent)
 _IMPORT = re.compile(rb"^from (r2ccl[.\w]+) import ", re.MULTILINE)
 _CACHE_DIRECTORY_VARIABLE = "NUMBA_CACHE_DIR"
 
@@ -342,18 +344,37 @@ def _sources(module: str) -> bytes:
     library from which they import names, because compiled code contains the values of imported
     constants.
     """
-    packages = {__package__, module.rpartition(".")[0]}
-    paths = {path for package in packages for path in _path_of(package).glob("*.py")}
-    imported = {name for path in paths for name in _IMPORT.findall(path.read_bytes())}
-    paths |= {path for name in imported if (path := _path_of(name.decode(), ".py")).exists()}
+    packages = {str(__package__), module.rpartition(".")[0]}
+    paths = {path for package in packages for path in _modules_in(package)}
+    paths.update(*[_source_of(path).imported for path in paths])
     digest = hashlib.sha256()
     for path in sorted(paths):
-        digest.update(path.read_bytes())
+        digest.update(_source_of(path).digest)
     return digest.digest()
 
 
-def _path_of(module: str, suffix: str = "") -> Path:
-    return _LIBRARY.parent / (module.replace(".", "/") + suffix)
+class _Source(NamedTuple):
+    """Digest of a module, and the paths of the library's modules from which it imports names."""
+
+    digest: bytes
+    imported: list[str]
+
+
+@functools.cache
+def _source_of(path: str) -> _Source:
+    with open(path, "rb") as opened:
+        text = opened.read()
+    named = [_path_of(name.decode()) + ".py" for name in _IMPORT.findall(text)]
+    return _Source(hashlib.sha256(text).digest(), [each for each in named if os.path.exists(each)])
+
+
+@functools.cache
+def _modules_in(package: str) -> list[str]:
+    return glob.glob(os.path.join(glob.escape(_path_of(package)), "*.py"))
+
+
+def _path_of(module: str) -> str:
+    return os.path.join(_ROOT, *module.split("."))
 
 
 @functools.cache

@@ -43,6 +43,7 @@ def topological_levels(nnodes: int, source: Ints, target: Ints, weight: Ints) ->
     missing = np.bincount(target, minlength=nnodes)
     level = np.full(nnodes, -1, np.int64)
     distance = np.zeros(nnodes, np.int64)
+    entry_of = np.empty(nnodes, np.int64)
     frontier = np.flatnonzero(missing == 0)
     depth = 0
     while frontier.size:
@@ -54,7 +55,10 @@ def topological_levels(nnodes: int, source: Ints, target: Ints, weight: Ints) ->
         reached = heads[edges]
         np.maximum.at(distance, reached, np.repeat(distance[frontier], fan_out) + gains[edges])
         np.subtract.at(missing, reached, 1)
-        frontier = np.unique(reached[missing[reached] == 0])
+        ready = reached[missing[reached] == 0]
+        entries = np.arange(ready.size)
+        entry_of[ready] = entries  # of a node that is there several times, one entry
+        frontier = ready[entry_of[ready] == entries]
     return Levels(level, distance)
 
 

@@ -169,15 +169,39 @@ def test_modules_whose_constants_are_compiled_count_as_sources(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read: set[str] = set()
-    read_bytes = Path.read_bytes
+    source_of = native._source_of
 
-    def reading(path: Path) -> bytes:
-        read.add(path.name)
-        return read_bytes(path)
+    def reading(path: str) -> native._Source:
+        read.add(Path(path).name)
+        return source_of(path)
 
-    monkeypatch.setattr(Path, "read_bytes", reading)
+    monkeypatch.setattr(native, "_source_of", reading)
     native._sources.__wrapped__("r2ccl.shm.one_message")
     assert {"one_message.py", "native.py", "types.py"} <= read
+
+
+def test_a_change_of_an_imported_module_changes_the_digest_of_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "r2ccl" / "kernels"
+    package.mkdir(parents=True)
+    (package / "one.py").write_text("from r2ccl.types import WIDTH\n")
+    (package / "two.py").write_text("from r2ccl.missing import NOTHING\n")
+    monkeypatch.setattr(native, "_ROOT", str(tmp_path))
+
+    def digest_with(types: str) -> bytes:
+        (tmp_path / "r2ccl" / "types.py").write_text(types)
+        native._source_of.cache_clear()
+        native._modules_in.cache_clear()
+        return native._sources.__wrapped__("r2ccl.kernels.one")
+
+    try:
+        before, after = digest_with("WIDTH = 1\n"), digest_with("WIDTH = 2\n")
+        assert before != after
+        assert before == digest_with("WIDTH = 1\n")
+    finally:
+        native._source_of.cache_clear()
+        native._modules_in.cache_clear()
 
 
 def test_a_file_that_others_can_write_is_not_loaded(
