@@ -112,7 +112,8 @@ class Communicator:
         `Work.wait` raises the error. For a call on device memory without ``async_op``, the next
         call raises `CommunicatorRevoked`, whose ``reason`` is the error.
     TransportError
-        If a GPU or its driver failed or, with ``R2CC_MODE=failstop``, a path failed.
+        If a GPU or its driver failed or cannot run the call, memory or threads are exhausted or,
+        with ``R2CC_MODE=failstop``, a path failed.
     CommunicatorRevoked
         If the communicator was revoked or closed before, or is revoked during the call.
     ConcurrentCalls
@@ -236,7 +237,8 @@ class Communicator:
             ``async_op``, `Work.wait` raises the error. For a call on device memory without
             ``async_op``, the next call raises `CommunicatorRevoked`, whose ``reason`` is the error.
         TransportError
-            If a GPU or its driver failed or, with ``R2CC_MODE=failstop``, a path failed.
+            If a GPU or its driver failed or cannot run the call, memory or threads are exhausted
+            or, with ``R2CC_MODE=failstop``, a path failed.
         CommunicatorRevoked
             If the communicator was revoked or closed before, or is revoked during the call.
         ConcurrentCalls
@@ -818,8 +820,8 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        as for `scan`, plus one exchange. Over the network, if `x` receives the result, the data is
-        copied once, to memory that is reused across calls.
+        as for `scan`; one exchange more, unless it is a pipeline. Over the network, if `x` receives
+        the result, the data is copied once, to memory that is reused across calls.
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, True)
 
@@ -889,11 +891,11 @@ class Communicator:
 
         All ranks must open groups with the same collectives, in the same order. Allreduces of at
         most 256 KiB each in host memory, with the same dtype and operation, run together as one
-        allreduce of at most 4 MiB. Messages begin before the collectives, so that no order of
-        `send` and `recv` in the block can deadlock. The arrays of the calls must not be modified
-        within the block, and no call may use the result of another. After the block, results in
-        host memory are complete; work that is then enqueued on the ``stream`` of a call on device
-        memory sees the result of the call.
+        allreduce of at most 4 MiB, except those with a `ConvertedOp`. Messages begin before the
+        collectives, so that no order of `send` and `recv` in the block can deadlock. The arrays of
+        the calls must not be modified within the block, and no call may use the result of another.
+        After the block, results in host memory are complete; work that is then enqueued on the
+        ``stream`` of a call on device memory sees the result of the call.
 
         Returns
         -------
@@ -1123,7 +1125,8 @@ class Communicator:
         TransportError
             If a NIC refuses the memory, or ``R2CC_REGISTRATION_LIMIT_NBYTES`` would be exceeded.
         ConcurrentCalls
-            If this is called in a signal handler that interrupted a blocking call.
+            If this is called in a signal handler that interrupted a blocking call, or in a function
+            of `user_op`.
 
         Notes
         -----
@@ -1164,7 +1167,7 @@ class Communicator:
             and below 1e9, or a rank has too many communicators open.
         TransportTimeout
             Also if, for ``R2CC_TIMEOUT_S``, other threads were making communicators, or a rank had
-            too many communicators open, of which other ranks had not closed some yet; the
+            no room for another one until other ranks close one that it has closed already; the
             communicator stays usable.
 
         Notes
@@ -1278,7 +1281,8 @@ class Communicator:
         CommunicatorRevoked
             If the communicator has ended, or another thread closes it meanwhile.
         ConcurrentCalls
-            If this is called in a signal handler that interrupted a blocking call.
+            If this is called in a signal handler that interrupted a blocking call, or in a function
+            of `user_op`.
 
         Notes
         -----
@@ -1380,10 +1384,10 @@ class Communicator:
     def dump_on_signal(self, signum: int = signal.SIGUSR1) -> None:
         """Write `dump` to ``R2CC_DUMP_FILE``, or to stderr, on every signal `signum`.
 
-        The handler also runs while the main thread is in a blocking call of r2ccl. It calls the
-        previous handler of the signal at its end. ``close()`` or ``abort()`` in the main thread
-        restores the previous handler. ``R2CC_DUMP_SIGNAL=SIGUSR1`` installs the handler in
-        `r2ccl.init`.
+        The handler also runs while the main thread is in a blocking call of r2ccl. At its end, it
+        calls the previous handler of the signal, if that is a Python function. ``close()`` or
+        ``abort()`` in the main thread restores the previous handler. ``R2CC_DUMP_SIGNAL=SIGUSR1``
+        installs the handler in `r2ccl.init`.
 
         Raises
         ------

@@ -67,7 +67,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Maximum number of channels of a large collective; 0: derived from the number of rails.
     channels: int = 0
     #: Schedule of large allreduces in mode auto, one of `ALGOS`; a ring if it is not applicable.
-    #: auto: the one with the least predicted time, or a ring if rails do not add bandwidth.
+    #: auto: the one with the least predicted time, or a ring if all rails are on loopback.
     algo: str = "auto"
     #: Number of TCP rails to use, not counting that of `last_resort`; 0: one per usable interface
     #: (two on loopback).
@@ -80,8 +80,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: of all ranks count.
     failed_nics: str = ""
     #: Name of the interface that carries data between two ranks with no other common rail. auto:
-    #: the interface of the rendezvous, unless it is a rail; none: no such interface. With RDMA
-    #: rails, the setting has no effect: all TCP rails carry such data.
+    #: the interface of the rendezvous, unless it is a rail; none: no such interface. The setting
+    #: has no effect if the rails are on loopback. It has none with RDMA rails either, because all
+    #: TCP rails then carry such data.
     last_resort: str = "auto"
     #: Bypass of two ranks without a common rail. full: NICs of different rails reach each other;
     #: rail: they do not, a third rank forwards; auto: whichever connects first; none: no bypass.

@@ -74,7 +74,7 @@ class ScheduleError(R2cclError):
 
 
 class TransportError(R2cclError):
-    """Failure of a path or device, or lack of a resource that the call needs, such as memory.
+    """Failure of a path or device, or lack of memory or of something else that the call needs.
 
     Links recover from broken paths, so a broken path raises this error only with
     ``R2CC_MODE=failstop``.
@@ -162,8 +162,8 @@ class PeerLost(R2cclError):
     host : str
         Host of `peer`; empty, or ``(none)`` as on a host without a name: not known.
     last_op : int or None
-        Number of the last collective of the job's first communicator of which a frame of `peer`
-        arrived over the network; 0: none, None: not known.
+        Number of the last collective in which a frame of `peer` arrived over the network; 0: none,
+        None: not known. Only collectives of the job's first communicator count.
     is_met : bool
         False if `peer` was lost during `r2ccl.init`. There is no communicator then, so the message
         does not suggest `shrink`.

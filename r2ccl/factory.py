@@ -106,8 +106,9 @@ def init(
     ------
     InvalidArgument
         If `comm` is no communicator, `faults` has no method ``wrap``, a setting is wrong, ranks
-        differ in a setting, nothing defines this process's rank, an address or port cannot be used,
-        or ``R2CC_DUMP_SIGNAL`` is set and this is not the main thread.
+        differ in a setting, nothing defines this process's rank, there is no secret or no usable
+        interface, an address or port cannot be used, or ``R2CC_DUMP_SIGNAL`` is set and this is not
+        the main thread.
     TransportTimeout
         If a rank does not call `init`, or there is no path to a peer, within
         ``R2CC_INIT_TIMEOUT_S``; the message names the missing ranks.

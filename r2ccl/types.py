@@ -127,7 +127,7 @@ def pack_text(text: str, nbytes: int) -> bytes:
 
 
 def unpack_text(packed: bytes) -> str:
-    """Return the text that `pack_text` packed."""
+    """Return the text that `pack_text` packed; a character that was cut becomes U+FFFD."""
     return packed.rstrip(b"\0").decode(errors="replace")
 
 
@@ -194,8 +194,9 @@ class BypassWay(NamedTuple):
 class ProbeKey(NamedTuple):
     """Key of a probe of `peer`'s port on rail `rail`, sent from this rank's port on rail `via`.
 
-    With ``via == rail`` the two ports are the ends of a path. Otherwise this rank's port on rail
-    `via` is an auxiliary port: see `r2ccl.failover.diagnosis.verdict`.
+    With ``via == rail`` the two ports are the ends of a path. Otherwise one of the two is an end of
+    the path that is diagnosed, and the other an auxiliary port: see
+    `r2ccl.failover.diagnosis.verdict`.
     """
 
     peer: int
@@ -247,7 +248,8 @@ class CallSignature(msgspec.Struct, frozen=True):
     def unpack(cls, packed: int) -> CallSignature:
         """Return the signature that `pack` packed; its numbers have only the packed bits.
 
-        With an operation of the user, the count has only 26 bits, and those above are in ``user``.
+        With an operation of the user, ``count`` has only the lower 26 bits, and ``user`` has the
+        upper 12, which `pack` combined with the digest.
         """
         op = (packed >> 50) & 0xF
         is_user = op >= USER_OP

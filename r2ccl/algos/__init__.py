@@ -1,8 +1,8 @@
 """Collective algorithms: pure functions that build a `Schedule`, one module per algorithm.
 
-Equal arguments give equal schedules on every rank. `port_packing` builds only trees. `bandwidths`,
-`blend` and `roles` are helpers of the other modules. `neighbors` returns the ranks that many of the
-algorithms connect to a rank.
+Equal arguments give equal schedules on every rank. `port_packing` returns trees, not a schedule.
+`bandwidths`, `blend` and `roles` are helpers of the other modules. `neighbors` returns the ranks
+that many of the algorithms connect to a rank.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In the alltoall, rank r sends one part to each of the ranks r + 1, r + 2, ..., and receives one from
 each of the ranks r - 1, r - 2, ..., in this order. Ranks that proceed at the same pace thus never
-send to the same rank at the same time. In the gather, every other rank sends its part to the root;
-in the scatter, the root sends a part to every other rank.
+send to the same rank at the same time. In the gather, each rank except the root sends its part to
+the root; in the scatter, the root sends a part to each of these ranks.
 
 Steps: 1. Bytes on the wire: every part once, because no rank forwards parts of others.
 

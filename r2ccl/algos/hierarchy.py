@@ -139,7 +139,11 @@ def _follow(inner: Sequence[Op], leader: int) -> tuple[Op, ...]:
 
 
 def _lead(inner: Sequence[Op], others: Sequence[int], leaders: Sequence[int]) -> tuple[Op, ...]:
-    """Return the ops of a leader: reduce the members' data, run the inner ops, send the results."""
+    """Return the ops of a leader: reduce the members' data, run the inner ops, send the results.
+
+    If there is only one node, and it has other members, the inner ops are left out: the node's sum
+    is the result.
+    """
     is_only_node = len(leaders) == 1
     program = ProgramBuilder()
     ready: dict[int, int] = {}

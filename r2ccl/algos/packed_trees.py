@@ -278,7 +278,7 @@ def _round(values: Sequence[Fraction]) -> list[int]:
 
 
 def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
-    """Round `values` to integers with the same sum: none above its limit in `rooms`, most even."""
+    """Round `values` to integers, mostly even, none above its limit in `rooms`; keep the sum."""
     halves = _round([each / 2 for each in values])
     found = [min(2 * half, room - room % 2) for half, room in zip(halves, rooms, strict=True)]
     missing = int(sum(values)) - sum(found)

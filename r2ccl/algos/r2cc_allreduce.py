@@ -18,7 +18,7 @@ the ring alone. The helper does not return the sum to the straggler itself: it w
 in the tail, which would take longer than T3 if X < 1/2 and K is large.
 
 Steps: 2(n - 1) if Y = 0, otherwise the larger of 2(n - 1) and 3n - 5. Bytes on the wire: the
-straggler sends and receives (2(n - 1)/n (1 - Y) + Y) D, every other rank sends and receives
+straggler sends and receives (2(n - 1)/n (1 - Y) + Y) D, each healthy rank sends and receives
 (2(n - 1)/n (1 - Y) + (2(m - 1)/m + 1) Y) D.
 
 This algorithm is here for comparison; `leaf_ring` takes less time. Healthy ranks do not need the

@@ -180,7 +180,7 @@ def _reduce_scatter_ops(ways: _Ways, rank: int) -> tuple[Op, ...]:
     program = ProgramBuilder()
     if len(ways.neighbours) == 1:
         program.copy(0, Space.INPUT, is_final=True)
-    # Chunks of near ranks first: they are complete first, and must not wait behind others.
+    # Unlike in the allgather, chunks of far ranks come first: they have the longest way to go.
     distance = ways.distance[rank]
     for chunk in sorted(range(len(ways.neighbours)), key=lambda chunk: (-distance[chunk], chunk)):
         target = ways.towards[rank][chunk]

@@ -100,7 +100,7 @@ class Secret:
 
     @classmethod
     def from_hex(cls, text: str, source: str = "the secret") -> Secret:
-        """Return the secret given as 64 hexadecimal digits; white space between bytes is ignored.
+        """Return the secret given as 64 hexadecimal digits; white space around bytes is ignored.
 
         Parameters
         ----------

@@ -75,7 +75,7 @@ class ControlPort(Post, Protocol):
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
         """Connect the path to `peer` on `rail`; to be called by the lower of the two ranks.
 
-        Retries until it succeeds or `cancel_path` is called.
+        Retries until it succeeds, `cancel_path` is called, or `peer` is lost or leaves.
         """
         ...
 

@@ -112,7 +112,7 @@ class Branch:
         TransportTimeout
             If rank 0 reports that ranks or addresses did not arrive in time.
         PeerLost
-            If rank 0 or the parent is lost, or rank 0 reports that another rank exited.
+            If rank 0 or the parent is lost, or one of them reports that another rank exited.
         """
         self._communicator_id = welcome.communicator_id
         self._leader = leader
@@ -165,8 +165,8 @@ class Branch:
         """After the end of the connection to rank 0, fail unless the parent may still answer.
 
         Rank 0 has exited or finished. It finishes when it has the addresses of all ranks and has
-        sent them to its children in the tree. So it has exited if this rank is such a child, or has
-        not passed its addresses up yet.
+        sent them to its children in the tree. So it has exited if this rank is one of these
+        children, or if this rank has not passed its addresses up yet.
         """
         self._is_leader_gone = True
         if self._parent == 0 or not self._has_passed_up:

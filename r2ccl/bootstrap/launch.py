@@ -42,7 +42,8 @@ from r2ccl.errors import (
 
 _Result = TypeVar("_Result")
 
-#: Seconds that the ranks have to exit by themselves after `launch` has the results or an error.
+#: Seconds that the ranks have to exit by themselves after `launch` has the results, or an error
+#: other than its timeout.
 _FAILURE_GRACE_S = 5.0
 #: Seconds in which another exception of a rank is preferred to a `CommunicatorRevoked`.
 _CAUSE_GRACE_S = 1.0
@@ -89,8 +90,8 @@ class LocalJob:
     """Rendezvous socket and secret shared by n ranks on this machine; a context manager.
 
     If this process has closed a standard stream, /dev/null is opened in its place until `close`.
-    Otherwise, a socket or pipe of the job would get the stream's descriptor: ranks would write
-    their output to it, or /dev/null would replace it in a rank.
+    Without this, a socket or pipe of the job would get the stream's descriptor. Ranks would then
+    write their output to this socket or pipe, or it would be replaced by /dev/null in a rank.
 
     Parameters
     ----------

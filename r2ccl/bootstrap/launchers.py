@@ -232,10 +232,10 @@ def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
     """Return the rank and job size of each MPI launcher in `env`; several if they are nested.
 
     ``RANK`` and ``WORLD_SIZE``, which other launchers set, are a claim too, if both are set. Claims
-    without a number of ranks are returned only if no claim has one. The claim of an MPI launcher
-    whose rank is not below its number of ranks has the variables of two launchers, and is ignored.
-    PMIx is ignored if Open MPI's variables are set: Open MPI also sets PMIx's rank, and the size of
-    the job step under Slurm is then the number of hosts, not of ranks.
+    without a number of ranks are returned only if no claim has one. A claim of an MPI launcher in
+    which the rank is not below the number of ranks is ignored: its variables are from two
+    launchers. PMIx is ignored if Open MPI's variables are set: Open MPI also sets PMIx's rank, and
+    the size of the job step under Slurm is then the number of hosts, not of ranks.
     """
     found = []
     for each in LAUNCHERS:

@@ -63,7 +63,7 @@ VERDICT_MARGIN_S = 5.0
 _BIND_PATIENCE_S = 3.0
 _BIND_PAUSE_S = 0.25
 _RESOLVE_PAUSE_S = 0.5
-#: Advice on a loopback address for control messages, or of a rail.
+#: Advice for an address that other hosts cannot reach: one for control messages, or of a rail.
 _CONTROL_ADVICE = "set R2CC_CONTROL_ADDRESS on that host to an address that they reach"
 _RAILS_ADVICE = "select other interfaces on that host with R2CC_SOCKET_IFNAME"
 #: First and longest interval between two messages about missing ranks, in seconds.
@@ -355,8 +355,8 @@ class Leader:
     ) -> None:
         """Record an error if ranks of other hosts cannot reach `rank` at one of `addresses`.
 
-        These are loopback addresses, and that of all interfaces. Ranks of one network namespace can
-        use them, whatever their host names are.
+        They cannot if it is a loopback address, or the address of all interfaces. If all ranks are
+        in one network namespace, they can use any address, whatever their host names are.
         """
         if len({hello.host.partition("/")[2] for hello in self._hellos.values()}) == 1:
             return

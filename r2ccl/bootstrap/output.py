@@ -1,10 +1,10 @@
 """Output of ranks that must pass through the launcher: in a notebook, or if output is captured.
 
-Ranks inherit the standard output and standard error of the launcher. In a notebook, a test that
-captures output or ``contextlib.redirect_stdout``, ``sys.stdout`` or ``sys.stderr`` of the launcher
-is another object. Text that ranks write to the descriptors would then not appear where the
-launcher's own output does. `RankOutput` therefore reads this text from pipes and writes it to
-``sys.stdout`` and ``sys.stderr``.
+Ranks inherit the standard output and standard error of the launcher. In a notebook, in a test that
+captures output, and within ``contextlib.redirect_stdout``, the launcher's ``sys.stdout`` or
+``sys.stderr`` writes elsewhere. Text that ranks write to the descriptors would then not appear
+where the launcher's own output does. `RankOutput` therefore reads this text from pipes and writes
+it to ``sys.stdout`` and ``sys.stderr``.
 
 Invariant: only the thread that waits for the ranks writes, so output appears in the cell whose call
 waits.

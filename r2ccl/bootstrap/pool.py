@@ -72,9 +72,11 @@ def launch_pool(
     Raises
     ------
     InvalidArgument
-        If `nranks` is no integer of at least 1, a setting is wrong or cannot be pickled, `env` has
-        a name or a value that no variable can have, or the main script calls this function while
-        another process imports it.
+        If `nranks` is no integer of at least 1, a setting or `faults` is wrong or cannot be
+        pickled, `env` has a name or a value that no variable can have, the working directory was
+        removed, or the main script calls this function while another process imports it.
+    Exception
+        If a rank cannot import the main script: the exception that the import raised.
     R2cclError
         If `r2ccl.init` raises it on a rank, or a rank or the process that forks the ranks exits
         early.

@@ -82,8 +82,9 @@ def connect(
     Raises
     ------
     InvalidArgument
-        If the rank of this process is not defined, ranks or settings do not fit together, the port
-        is in use, or there is no secret or no rail. The message says what to do.
+        If the rank of this process is not defined, ranks or settings do not fit together, an
+        address or port cannot be used, or there is no secret or no rail. The message says what to
+        do.
     TransportTimeout
         If rank 0 is not reached, or not all ranks arrive, within ``config.init_timeout_s``; the
         message names the missing ranks.

@@ -9,9 +9,9 @@ memory.
 Addresses are integers.
 
 Calls that allocate memory, create streams or load kernels may wait for all work of the device; the
-driver decides which of them wait. Such a call does not return while a stream waits for a word that
-the calling thread has yet to write. So make these calls before a stream waits for the thread. The
-only exceptions are allocations whose need is not known before (`r2ccl.gpu.gpudirect`).
+driver decides which of them wait. A call that waits does not return as long as a stream waits for a
+word that the calling thread has yet to write. So make all these calls before a stream waits for the
+thread. The only exceptions are allocations whose need is not known before (`r2ccl.gpu.gpudirect`).
 
 Invariants: a call that the device cannot execute raises `TransportError`; if the driver refused the
 call, the ``status`` of the exception is the driver's name of the error. Any thread may make any

@@ -6,9 +6,9 @@ memory created here, and this library can use theirs.
 Each call pushes the context and pops it afterwards, so every thread keeps its own current context,
 from which the CUDA runtime derives the thread's device. During the call, the capture mode of the
 thread is thread-local. In the default mode, the driver would refuse many calls, such as
-cuEventQuery, while another thread captures a CUDA graph, and would invalidate that graph. This
-costs four driver calls. A thread that makes many calls enters `PrimaryContext.current` once around
-them.
+cuEventQuery, while another thread captures a CUDA graph, and would invalidate that graph. Changing
+context and mode, and changing them back, costs four driver calls. A thread that makes many calls
+enters `PrimaryContext.current` once around them.
 
 Invariant: a resource stays registered from `PrimaryContext.keep` until `PrimaryContext.end`, and
 `close` frees exactly the registered resources. It frees no resource of another library.
@@ -89,7 +89,8 @@ class PrimaryContext:
 
         While a thread captures a CUDA graph in the global mode, which is the default, the driver
         refuses potentially unsafe calls, such as cuMemAlloc and cuEventQuery, of all other threads,
-        and invalidates the capture. It does not do so inside the block.
+        and invalidates the capture. Calls inside the block are not refused, and do not invalidate
+        the captures of other threads.
 
         Raises
         ------

@@ -292,8 +292,8 @@ class CudaDevice:
     def map(self, handle: bytes) -> int:
         """Implement `Device.map`; the process that exported the handle cannot map it.
 
-        The GPU that has the memory must be visible to this process too. If it is another GPU, the
-        call also lets this GPU access its memory.
+        The GPU that has the memory must be visible to this process too. If the memory is on another
+        GPU than this one, the call also lets this GPU access it.
 
         Raises
         ------

@@ -285,7 +285,7 @@ class Failover:
             self._port_down(rail, f"{NO_CARRIER}: the local NIC of the rail has no carrier")
 
     def on_rail(self, event: RailChanged) -> None:
-        """Handle a change of the local RDMA port of a rail: it is up, or it is down or unusable."""
+        """Handle a change of a local RDMA port: it came up, went down or became unusable."""
         if event.is_up:
             self._connector.kick(event.rail)
             self._port_up(event.rail)
@@ -334,8 +334,9 @@ class Failover:
     def _port_up(self, rail: int) -> None:
         """Handle the report that this rank's port of `rail` came up.
 
-        Each path on `rail` that is not up is probed soon, by the lower rank of the path. If no path
-        will show that the port works, report it to the health agreement at once.
+        Each path on `rail` that is in quarantine is probed soon, by the lower rank of the path. If
+        no path will show that the port works, and the port is not excluded, report to the health
+        agreement at once that it works.
         """
         self._ports_down.pop(rail, None)
         for peer in self._links.peers:
@@ -397,7 +398,7 @@ class Failover:
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
         """End the communicator because the control plane lost `peer`.
 
-        Do nothing if `peer` was leaving and has confirmed all slices of this rank (see
+        If `peer` was leaving and has confirmed all slices of this rank, only send `Spared` (see
         `Revocation.spares`).
 
         Parameters

@@ -73,7 +73,7 @@ def simulate_choice(
 def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
     """Return a function that gives the rails of the links of `choice`, chosen as in a real call.
 
-    For every rank, `rows` has the share of its bandwidth that each rail has left
+    ``rows[rank][rail]`` is the share of its bandwidth that the rail still has at this rank
     (`r2ccl.failover.health.table`). A link whose home rail is down at either end uses a rail that
     is up at both ends, if there is one (`r2ccl.failover.migration.path.choose_routes`).
     """

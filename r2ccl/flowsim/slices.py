@@ -1,6 +1,8 @@
 """Division of a buffer into the same chunks and slices as in the executor.
 
-Every chunk has at least one slice; an empty chunk has one empty slice, which is sent too.
+Every chunk has at least one slice; an empty chunk has one empty slice, which is sent too. One rule
+of the executor is not modelled: in a direct exchange, it does not divide small parts among the
+channels (``whole_nbytes`` of `r2ccl.planning.lowering.lower`).
 """
 
 from __future__ import annotations

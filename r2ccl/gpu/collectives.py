@@ -196,7 +196,7 @@ class DeviceCollectives:
         given, others = streams_of(stream, *buffers)
         self._check()
         streams = (given, *others)
-        # All that are known are equal, and `ANY_GPU` is below them.
+        # All known ordinals are equal, and greater than `ANY_GPU`.
         ordinal = max(each.ordinal for each in buffers if isinstance(each, DeviceBuffer))
         active = self._open(ordinal, streams)
         with active.device.current():

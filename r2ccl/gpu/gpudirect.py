@@ -21,7 +21,7 @@ used so far, and the staging copy of an array whose registration fails. If the d
 work of the device in such an allocation, and the caller's stream already waits for the call, the
 call hangs; ``make bench-gpu`` shows whether cuMemAlloc waits.
 
-*Groups.* `GpuDirectBackend.begin_part` runs a collective among a subset of the ranks; see
+*Groups.* `GpuDirectBackend.begin_part` begins a collective among a subset of the ranks; see
 `r2ccl.gpu.hierarchical`.
 
 *Small calls* are executed by another backend; see `GpuDirectBackend.supports`.
@@ -70,7 +70,8 @@ class GpuDirectBackend(SignalledStream):
     enter : callable
         Enters a collective among all ranks and returns its plan; see `EnterCall`.
     memory : RegisteredDeviceMemory
-        Memory for landing places and staging copies; the backend owns and closes it.
+        Memory for landing places, staging copies, partial sums and scratch; the backend owns and
+        closes it.
     pxn_routes : PxnRoutes or None
         Routes to distant NICs through other GPUs; the backend owns and closes them.
     config : Config
@@ -186,7 +187,7 @@ class GpuDirectBackend(SignalledStream):
         TransportError
             If the device or a NIC failed, or memory is full.
         R2cclError
-            If the collective failed.
+            If the collective failed or the communicator ended.
         """
         try:
             self._wait_for_earlier(job.before)
@@ -206,11 +207,13 @@ class GpuDirectBackend(SignalledStream):
     def close(self, timeout_s: float) -> None:
         """Wait for the device, then free all resources; the worker must be idle.
 
+        `timeout_s` limits each wait, in seconds.
+
         Raises
         ------
         TransportTimeout
-            If this GPU, or a GPU of a PXN route, is still busy after `timeout_s` seconds; the
-            memory that it uses was not freed.
+            If this GPU, or a GPU of a PXN route, is still busy after such a wait; the memory that
+            it uses was not freed.
         TransportError
             If the device failed; not all resources were freed, but all memory was deregistered
             from the NICs.

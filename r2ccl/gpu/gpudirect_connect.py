@@ -56,6 +56,8 @@ def connect_gpudirect(
     TransportError
         If the device failed after this rank had registered memory; other ranks may have the
         backend, so the communicator must end.
+    R2cclError
+        If `allgather` raises it.
 
     Notes
     -----

@@ -19,7 +19,8 @@ have mapped. The lengths of the parts differ by some elements, and a part may be
 must use the same backend and the same number of collectives between nodes, so they derive both from
 the widest part.
 
-Invariant: member i of a node writes only part i of an array that other ranks of the node access.
+Invariant: between ``ready`` and ``done``, member i of a node writes only part i of an array or area
+that other ranks of the node access.
 """
 
 from __future__ import annotations

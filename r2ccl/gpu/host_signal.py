@@ -4,7 +4,7 @@ The caller's thread records an event on the caller's stream and submits the call
 communicator's worker. Then it lets the caller's stream wait for a word in pinned memory
 (`SignalledStream.hold`). The worker enqueues all work of the call on streams of the backend, and
 then a write of the word. A stream therefore never waits for a call that is not submitted yet. So
-there is no deadlock even if enqueuing blocks, because a launch queue is full or because
+there is no deadlock even if enqueuing blocks, as it does when a launch queue is full, or when
 CUDA_LAUNCH_BLOCKING=1 is set.
 
 Invariants: the word only increases (modulo 2**32), in the order of calls; every call that was begun
@@ -61,11 +61,11 @@ class DeviceCall(NamedTuple):
 class DeviceJob(msgspec.Struct, eq=False, weakref=True, kw_only=True):
     """A call that a backend has begun with `begin`, and that the backend executes with `finish`.
 
-    The event ``before`` is done when earlier work on the arrays is done. ``number`` counts the
-    calls of the backend from 1, for `hold`. It is 0 for a part of another call; streams wait for a
-    part by its event ``done``. When the worker ends the call, ``is_over`` becomes True and
-    ``done`` is recorded behind the work of the call, which the device may still be executing.
-    ``error`` is the error of the call; None unless it failed.
+    The event ``before`` is done when the work that precedes the call on its stream is done.
+    ``number`` counts the calls of the backend from 1, for `hold`. It is 0 for a part of another
+    call; streams wait for a part by its event ``done``. When the worker ends the call, ``is_over``
+    becomes True and ``done`` is recorded behind the work of the call, which the device may still be
+    executing. ``error`` is the error of the call; None unless it failed.
     """
 
     call: DeviceCall
@@ -121,8 +121,9 @@ class SignalledStream:
         #: Number of calls begun.
         self._number = 0
         #: By stream, the event that is done when the stream has passed its last wait for the word.
-        #: The key is the stream and, for `PER_THREAD`, which is another stream in each thread, an
-        #: object of the thread; None otherwise. Identifiers of threads are used again.
+        #: A key is a stream and None. The handle `PER_THREAD` means another stream in each thread,
+        #: so its keys have an object of the thread instead of None. A thread's identifier would not
+        #: do, because a later thread may get the same one.
         self._passed: dict[tuple[Stream, object], Event] = {}
         self._of_thread = threading.local()
         #: Held during `hold`, which several threads may call.
@@ -335,7 +336,7 @@ class HostMemoryBackend(SignalledStream, Generic[_Job]):
         Raises
         ------
         TransportTimeout
-            If the device did not finish the caller's earlier work in time.
+            If the device did not finish the caller's earlier work, or a copy, in time.
         TransportError
             If the device failed.
         R2cclError

@@ -104,6 +104,8 @@ def find_nic_affinity(
     ------
     InvalidArgument
         On all ranks, if they have different numbers of rails, no rails, or more than 64.
+    R2cclError
+        If `allgather` raises it.
 
     Notes
     -----

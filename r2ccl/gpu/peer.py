@@ -311,10 +311,11 @@ class PeerBackend(SignalledStream):
         return PeerJob(call=call, before=before, done=done, number=self._next_number())
 
     def finish(self, job: PeerJob) -> None:
-        """Execute the call of `job`: enqueue its work when all ranks have made the call, and wait.
+        """Execute the call of `job`: enqueue its work, and wait until the device has finished it.
 
-        This method runs in the worker thread. If a later call was begun, the final wait for the
-        device is left to that call. After an error, this rank lets its own stream continue and, if
+        This method runs in the worker thread. Before it enqueues the work, it waits until all ranks
+        of the node have made the call. If a later call was begun, the final wait for the device is
+        left to that call. After an error, this rank lets its own stream continue and, if
         its GPU still works, the streams of the other ranks; all later calls fail.
 
         Raises
@@ -632,10 +633,10 @@ class PeerBackend(SignalledStream):
 
         Kernels that have not run do nothing, and calls that are not complete fail with `error`. The
         host sets the words for which this rank's stream waits to the number of its last round. The
-        stream of another rank may still overwrite them with lower numbers. Therefore each rank that
-        runs this method enqueues a last write to the words that it writes in the sections of all
-        ranks, of a number above that of any round: their streams then do not wait for this rank.
-        The other ranks have been told before that this rank fails (`_error_of_others`).
+        stream of another rank may still overwrite them with lower numbers. Therefore this method
+        also enqueues a last write, of a number above that of any round, to this rank's words in the
+        sections of all ranks; the streams of these ranks then no longer wait for this rank. The
+        other ranks have been told before that this rank fails (`_error_of_others`).
         """
         if self._broken is None:
             self._board.fail()

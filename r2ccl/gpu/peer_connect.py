@@ -94,6 +94,8 @@ def connect_peers(
     TransportError
         If the device failed or its memory is full; the communicator must end, because the other
         ranks may wait for this one.
+    R2cclError
+        If `allgather` raises it.
 
     Notes
     -----

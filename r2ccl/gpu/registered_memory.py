@@ -1,10 +1,10 @@
 """Allocates device memory that is registered with every NIC.
 
 The memory consists of *slabs*, which are divided into landing places, and of at most one *area* for
-each `AreaPurpose`. An area holds partial sums, or the staging copy of an array that NICs cannot
-access. All calls share the areas. An area that is too small for a call is replaced by a larger one.
-The caller frees the replaced areas with `RegisteredDeviceMemory.free_replaced` when no call uses
-them any more.
+each `AreaPurpose`. An area holds partial sums, the scratch memory of a schedule, or the staging
+copy of an array that NICs cannot access. All calls share the areas. An area that is too small for a
+call is replaced by a larger one. The caller frees the replaced areas with
+`RegisteredDeviceMemory.free_replaced` when no call uses them any more.
 
 Invariant: memory stays registered with every NIC until it is freed.
 """
@@ -23,8 +23,8 @@ from r2ccl.transport.base import Registered
 #: ``register(address, nbytes)`` registers device memory with every NIC, as
 #: `Transport.register_device` does; call it in the data loop.
 Register = Callable[[int, int], Registered]
-#: Function that runs another function in the thread that owns the data loop and the transport, and
-#: returns its result.
+#: Function that calls another function while the calling thread owns the data loop and the
+#: transport, and returns the result of that function.
 RunInDataLoop = Callable[[Callable[[], Any]], Any]
 
 #: Alignment of landing places in bytes, so that kernels read whole memory lines.
@@ -70,7 +70,7 @@ class RegisteredDeviceMemory:
     Raises
     ------
     TransportError
-        If a NIC cannot access the device's memory, or if the device's memory is full.
+        If the first slab cannot be registered with a NIC, or the device's memory is full.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class RegisteredDeviceMemory:
         InvalidArgument
             If the bytes are not part of one allocation.
         TransportError
-            If a NIC cannot access the memory, or has no resources left.
+            If a NIC cannot access the memory or has no resources left, or if
+            R2CC_REGISTRATION_LIMIT_NBYTES would be exceeded.
         """
         made: Registered = self._run_in_data_loop(lambda: self._register(address, nbytes))
         return made
@@ -126,7 +127,7 @@ class RegisteredDeviceMemory:
         Raises
         ------
         TransportError
-            If the device's memory is full, or a NIC cannot register the area.
+            If the device's memory is full, or the area cannot be registered with a NIC.
         """
         if not self.has(purpose, nbytes):
             made = self._make(1 << (nbytes - 1).bit_length(), self.register)
@@ -144,7 +145,7 @@ class RegisteredDeviceMemory:
         Raises
         ------
         TransportError
-            If the device's memory is full, or a NIC cannot register a new slab.
+            If the device's memory is full, or a new slab cannot be registered with a NIC.
         """
         wanted = aligned(nbytes)
         if self._cut + wanted > self._slabs[-1].nbytes:

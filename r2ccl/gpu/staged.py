@@ -207,10 +207,10 @@ class StagedBackend(HostMemoryBackend[StagedJob]):
             at += 1
 
     def _copy_out(self, job: StagedJob, grid: WindowGrid, window: Window, slot: int) -> Event:
-        """Enqueue the copy of `window` to its slot, which waits on the GPU until the slot is free.
+        """Enqueue the copy of `window` to its slot.
 
-        Return the event that is done when the slot contains the window or, if this rank reads
-        nothing, when the slot is free.
+        The copy waits on the GPU until the slot is free. Return the event that is done when the
+        slot contains the window or, if this rank reads nothing, when the slot is free.
         """
         self._device.wait(self._out, self._copied_in[slot])
         signature = job.call.signature

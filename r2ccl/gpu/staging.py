@@ -85,7 +85,7 @@ class StagingBuffers:
         Raises
         ------
         TransportError
-            If the device's memory is full, or a NIC cannot register an area.
+            If the device's memory is full, or an area cannot be registered with a NIC.
         """
         nbytes, arrays = nbytes_of(call.signature), _arrays(call)
         if len(self._reached) + len(arrays) > _MOST_ALLOCATIONS:
@@ -204,7 +204,7 @@ class StagingBuffers:
             self._reached[self._key(address, nbytes)] = True
 
     def _copy_from_now_on(self, address: int, nbytes: int, why: Exception) -> None:
-        """Mark an array, and all others in the same allocations, as one that NICs cannot access."""
+        """Record that NICs cannot access an array, nor any other array with the same `_key`."""
         _log.info(
             "rank %d: NICs cannot access an array on the GPU, so each collective copies it: %s",
             self._rank, why,

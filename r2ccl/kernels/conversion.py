@@ -49,9 +49,9 @@ class ConvertedOp(msgspec.Struct, frozen=True):
         Raises
         ------
         InvalidArgument
-            If the dtype is unknown, does not support the reduction, or cannot represent the factor.
-            If `is_wide` is True, and the dtype is not a 16-bit or 8-bit float. If
-            `require_compiled` raises it.
+            If the dtype is unknown or does not support the reduction. If the factor is not a number
+            of the dtype, or of float32 for a 16-bit or 8-bit float. If `is_wide` is True, and the
+            dtype is not a 16-bit or 8-bit float. If `require_compiled` raises it.
         """
         check_op(dtype_code, self.op)
         dtype = dtype_of(dtype_code)
@@ -70,11 +70,16 @@ class ConvertedOp(msgspec.Struct, frozen=True):
         The dtype must have passed `check`. The output of the function is a float32 array if
         `is_wide` is True, otherwise an array of the input's dtype.
 
+        Raises
+        ------
+        ImportError, TransportError
+            For 16-bit floats, if `r2ccl.kernels.native.callable_of` raises it.
+
         Notes
         -----
-        *Cost*: one pass over the input; for 8-bit floats up to three passes, with temporaries of
-        the size of the input in float32. The first call for a 16-bit float loads a compiled loop,
-        as for `r2ccl.kernels.reducer`.
+        *Cost*: one pass over the input; for 8-bit floats up to five passes, with temporaries in
+        float32 that have as many elements as the input. The first call for a 16-bit float loads a
+        compiled loop, as for `r2ccl.kernels.reducer`.
         """
         dtype = dtype_of(dtype_code)
         factor = _factor_of(dtype, 1 if self.factor is None else self.factor)
@@ -96,7 +101,15 @@ class ConvertedOp(msgspec.Struct, frozen=True):
 
 
 def narrower(dtype_code: int) -> Converter:
-    """Return the function that rounds a float32 array to the 16-bit or 8-bit float `dtype_code`."""
+    """Return the function that rounds a float32 array to the 16-bit or 8-bit float `dtype_code`.
+
+    Raises
+    ------
+    InvalidArgument
+        If the dtype is unknown.
+    ImportError, TransportError
+        For 16-bit floats, if `r2ccl.kernels.native.callable_of` raises it.
+    """
     dtype = dtype_of(dtype_code)
     if dtype.name in HALVES:
         narrow = callable_of("r2ccl.kernels.half:make_narrower", dtype.name)
@@ -149,7 +162,7 @@ def accumulate_float32(op: ReduceOp | ConvertedOp = ReduceOp.SUM) -> ConvertedOp
     ----------
     op : ReduceOp or ConvertedOp
         SUM, PROD, MIN, MAX, AVG or a `premul_sum`. The inputs are 16-bit or 8-bit floats. With
-        another ReduceOp or dtype, the collective that is given the result raises InvalidArgument.
+        another ReduceOp or dtype, the collective raises InvalidArgument.
 
     Returns
     -------

@@ -248,7 +248,7 @@ def divider(dtype_code: int, nranks: int) -> Divider:
 
 
 def require_compiled(name: str) -> None:
-    """Check that arrays of the dtype `name` can be reduced or converted in compiled code.
+    """Check that compiled code can be used if arrays of the dtype `name` need it.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Functions of Python's C API, in code that Numba compiles.
 
 Objects are passed as their addresses, ``id(object)``. All functions but `restore_thread` need the
-GIL. A function that returns a new reference says so; all others return borrowed ones.
+GIL. A function that returns a new reference says so; all other objects returned are borrowed.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def drop_reference(typing_context: Any, instance: Any) -> Any:
 
 @intrinsic
 def call_with(typing_context: Any, function: Any, arguments: Any, count: Any) -> Any:
-    """Call `function` with the `count` objects at address `arguments`; return a new reference.
+    """Call `function` with positional arguments; return a new reference to the result.
 
-    Return 0 if the call raised an exception, which is then set.
+    `arguments` is the address of a table with the addresses of the `count` arguments. Return 0 if
+    the call raised an exception, which is then set.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -79,7 +80,10 @@ def call_with(typing_context: Any, function: Any, arguments: Any, count: Any) ->
 
 @intrinsic
 def are_equal(typing_context: Any, first: Any, second: Any) -> Any:
-    """Return 1 if ``first == second``; 0 if not, or if the comparison raised an exception."""
+    """Return 1 if ``first is second or first == second``, otherwise 0.
+
+    If the comparison raises an exception, clear the exception and return 0.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I32, [_I64, _I64, _I32])

@@ -218,8 +218,8 @@ def _by_slice(function: Any, dtype: np.dtype[Any]) -> Reducer:
 def _require_cast(found: np.dtype[Any], dtype: np.dtype[Any]) -> None:
     """Raise TypeError unless a result of dtype `found` may be converted to `dtype`.
 
-    Integers may be converted to any integer dtype, because Numba computes with 64 bits, and with a
-    sign if one operand is a constant.
+    Integers may be converted to any integer dtype, because Numba computes with 64-bit integers,
+    which are signed if one operand is a constant.
     """
     are_integers = found.kind in "iu" and dtype.kind in "iu"
     if not are_integers and not np.can_cast(found, dtype, "same_kind"):

@@ -7,8 +7,8 @@ rail of link channel c is ``homes[c % len(homes)]``, so choosing a link channel 
 `place` serves rings: all hops of a channel use the same rail. A ring is as slow as its slowest
 channel, and a channel as slow as its slowest hop. Each channel therefore gets work in proportion to
 the worst port of its home rail, so that all channels end together. A port that is down does not
-reduce the share of its rail: the rail's channels detour only at the hops that use this port, and
-carry as much as the channels of the best rail, even if another port of the rail is slow.
+count for this, because the rail's channels detour only at the hops that use this port
+(`rail_weights`).
 
 `place_edges` serves any schedule: each edge is placed on its own rail, so that the ports of a node
 are loaded in proportion to their shares, and ports that are down are avoided.

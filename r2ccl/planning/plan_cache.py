@@ -216,6 +216,8 @@ class CheckedSchedules:
         ------
         ScheduleError
             If `schedule` is wrong, or if `is_ordered` and it does not reduce in rank order.
+        InvalidArgument
+            As in `r2ccl.schedule.check.check`.
         """
         if (key, is_ordered) in self._keys:
             return
@@ -325,7 +327,7 @@ class PlanCache:
         Raises
         ------
         InvalidArgument
-            If the dtype does not support the reduction.
+            If the dtype does not support the reduction; for `own`, also as in `check_own`.
         ScheduleError
             If `own` is not a correct schedule, or does not reduce in rank order although the
             operation is not commutative.
@@ -374,6 +376,8 @@ class PlanCache:
         ------
         ScheduleError
             If `schedule` is wrong, or if `is_ordered` and it does not reduce in rank order.
+        InvalidArgument
+            As in `r2ccl.schedule.check.check`.
         """
         self._checked.check(schedule, schedule, is_ordered=is_ordered)
 

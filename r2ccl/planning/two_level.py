@@ -9,9 +9,9 @@ after it, the ranks of each node reduce, copy or collect the parts
 
 - *At home*: the home rails are divided among the groups. If a rail is down, its channels spread
   over all other rails of the node, also those of other groups (`r2ccl.failover.migration.routes`).
-  A part is proportional to the total bandwidth of its group's home rails, where a rail that is down
-  on some node counts as much as the best rail. A lost NIC therefore delays all groups equally, and
-  a slow NIC makes the part of its group smaller.
+  A part is proportional to the total bandwidth of its group's home rails, where a rail counts as
+  much as its slowest NIC that is up. A lost NIC therefore delays all groups equally, and a slow NIC
+  makes the part of its group smaller.
 - *Everywhere*: every group plans over all home rails, by their health, and parts are equal. The
   groups share the ports. Schedules other than rings can then send less data through a node that has
   lost NICs.

@@ -44,7 +44,10 @@ def type_name(x: Any) -> str:
 
 
 def cannot_view(x: Any, why: object) -> InvalidArgument:
-    """Return the error for an array `x` that cannot be viewed, for the reason `why`."""
+    """Return the error for an array `x` that cannot be viewed, for the reason `why`.
+
+    If `x` is of JAX and a reason is known here, the error names that reason instead of `why`.
+    """
     fix = "; pass x.detach()" if getattr(x, "requires_grad", False) else ""
     reason = _jax_reason(x) or f"{why}{fix}"
     return InvalidArgument(f"{type_name(x)} was given and cannot be viewed: {reason}")
@@ -96,14 +99,17 @@ def refused_op(op: object) -> InvalidArgument:
 def refused_output(out: object, why: InvalidArgument) -> InvalidArgument:
     """Return the error to raise for `out`, after an attempt to view `out` has raised `why`.
 
-    If `out` is an operation or an integer, the error says to which parameter it belongs. Otherwise
-    the error is `why`.
+    If `misplaced` recognizes `out`, the error says to which parameter `out` belongs. Otherwise the
+    error is `why`.
     """
     return misplaced(out) or why
 
 
 def misplaced(out: object) -> InvalidArgument | None:
-    """Return the error to raise for `out` if it is an operation or a root; else None."""
+    """Return the error to raise for `out` if it is an operation or a root; else None.
+
+    Text, functions and constants for operations count as operations, integers as roots.
+    """
     if isinstance(out, str) or _is_operation(out):
         return InvalidArgument(
             f"out={out!r}: the second argument is out; give the operation as op=..., such as "

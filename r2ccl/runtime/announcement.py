@@ -61,7 +61,10 @@ def announce(
 
 
 def _rail(rail: int, nic: Nic) -> str:
-    """Return the number of a rail, and the name and (if it has one) the address of its NIC."""
+    """Return a text that describes a rail: its number and its NIC.
+
+    The NIC is described by its name, its address if it has one, and whether it is a last resort.
+    """
     at = f" {nic.address}" * bool(nic.address)
     return f"{rail} {nic.name}{at}{' (last resort)' * nic.is_last_resort}"
 

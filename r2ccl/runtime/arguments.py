@@ -74,15 +74,16 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         than the root, ``output`` is None for a reduce or gather, and ``source`` is empty for a
         scatter. For a barrier, ``output`` is None and ``source`` is empty on all ranks.
     result : object
-        Return value of the method of `Communicator`. If `source` is a `JaxBuffer` and the caller
-        passed no output: a NumPy array, of which the return value is made.
+        Return value of the method of `Communicator`. If the method returns a new array of JAX: the
+        NumPy array from which the new array is made.
     schedule : Schedule or None
         User-defined allreduce schedule, if the caller passed one.
     parts : Parts or None
         Ranges of the parts in the input and the output; None: they follow from the signature.
     is_in_place : bool
         For an allgather: True if `source` is already this rank's part of `output`. For an alltoall,
-        alltoallv or exscan: True if `source` and `output` are the same memory. Otherwise False.
+        alltoallv or exscan: True if `source` and `output` are the same memory. Always False for the
+        other collectives.
     conversion : ConvertedOp or None
         Conversion of the input before the collective. If there is one, `is_staged` is True.
     is_staged : bool
@@ -470,7 +471,7 @@ def view(x: Any, *, writable: bool) -> Memory:
     Raises
     ------
     InvalidArgument
-        If `as_buffer` or `as_device_buffer` refuses the array.
+        If `is_device_array`, `as_buffer` or `as_device_buffer` refuses the array.
     TransportError
         If `as_device_buffer` cannot query an array in device memory.
     """
@@ -669,9 +670,10 @@ def _with_operation(request: Request, op: Operation) -> Request:
 
 
 def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
-    """Return views of an input and an output of equal size.
+    """Return views of an input and an output of equal size and dtype.
 
-    If `out` is None, `x` is both. For an array of JAX, which is immutable, the output is then new.
+    If `out` is None, `x` is both. An array of JAX, which is immutable, is only the input: without
+    `out`, the output is new. Raise InvalidArgument if the arrays differ in size or dtype.
     """
     is_same = out is None or out is x
     if type(x) is np.ndarray:  # as `view`, inlined: most arrays are of NumPy

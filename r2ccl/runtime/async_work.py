@@ -25,14 +25,15 @@ _R = TypeVar("_R")
 
 
 class Task:
-    """Function that a `Worker` runs once, and its outcome."""
+    """Function that a `Worker` runs at most once, and its outcome."""
 
     __slots__ = ("_ended", "_fn", "error", "is_seen")
 
     def __init__(self, fn: Callable[[], None]) -> None:
         self._fn = fn
         self._ended = threading.Event()
-        #: Exception that the function raised, or None; valid once the task has ended.
+        #: Exception that the function raised, or with which the task was refused; None if there is
+        #: none. Valid once the task has ended.
         self.error: BaseException | None = None
         #: True once the error was raised to a caller.
         self.is_seen = False
@@ -134,7 +135,8 @@ class Work(Generic[_R]):
         self._result = result
         self._timeout_s = timeout_s
         self._effects = effects
-        #: Makes the result of the caller, once the task has ended; None if `_result` is that.
+        #: Converts `_result` to what the caller gets, once the task has ended; None if the caller
+        #: gets `_result` itself.
         self._convert = None if convert is None else partial(convert, result)
 
     def is_done(self) -> bool:
@@ -250,8 +252,8 @@ class Worker:
 
         Raises
         ------
-        CommunicatorRevoked
-            If the worker is closed.
+        CommunicatorRevoked, TransportError
+            As `enqueue`.
         """
         task = Task(fn)
         self.enqueue(task)

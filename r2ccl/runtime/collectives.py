@@ -184,9 +184,9 @@ class Collectives:
             If the arguments are wrong; no collective was started. InvalidArgument also if another
             rank makes a different call; the communicator has ended.
         ConcurrentCalls
-            If this call is blocking, and another blocking collective runs in another thread. Also
-            if the caller is a signal handler that interrupted a blocking call of its thread, or a
-            function of `user_op`.
+            If this call is blocking and, at the same time, a blocking collective runs in another
+            thread, or the caller is a function of `user_op` or a signal handler that interrupted a
+            blocking call of its thread. A call on device memory is not always refused.
         R2cclError
             If calls are refused, or the collective failed; the communicator has ended.
         """
@@ -412,6 +412,8 @@ class Collectives:
             If no asynchronous call is queued or running, and a blocking call runs in another
             thread; or if the caller is a signal handler that interrupted a call of its thread, or
             a function of `user_op`.
+        CommunicatorRevoked, TransportError
+            As `Worker.enqueue`; the communicator has ended.
         """
         if self.is_below:
             raise self._concurrent()
@@ -454,6 +456,11 @@ class Collectives:
 
     def allgather_bytes(self, mine: bytes) -> list[bytes]:
         """Return the bytes of all ranks, by rank; all ranks must pass equally many.
+
+        Raises
+        ------
+        R2cclError
+            If calls are refused, or as `in_turn` and `HostCollectives.collect`.
 
         Notes
         -----

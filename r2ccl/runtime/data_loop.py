@@ -82,7 +82,7 @@ class BackgroundControl(ControlPort, Protocol):
     Attributes
     ----------
     is_busy : bool
-        Set by the data loop: True while a call waits in it.
+        Set by the data loop: True while a call waits in the loop or runs in compiled code.
     """
 
     is_busy: bool
@@ -153,8 +153,8 @@ class DataLoop:
         self._is_sending_rest = False
         #: True once the communicators have failed and no path is in use any more.
         self.is_settled = False
-        #: True once a call of this rank has raised an error because the communicators ended or end,
-        #: or the user has ended them.
+        #: True once the user knows that the communicators have ended: a call of this rank has
+        #: raised an error that ended them or reports their end, or the user has ended them.
         self.is_end_known = False
         #: True once the transport is freed: events of the control thread are dropped.
         self._is_closed = False
@@ -184,8 +184,9 @@ class DataLoop:
         return self._released_after(run)
 
     def _owned_if_free(self, fn: Callable[[], _T], timeout_s: float = 0.0) -> _T | None:
-        """Return ``fn()`` as `owned`; None if another thread owns the loop for `timeout_s` seconds.
+        """Return ``fn()``, which runs while this thread owns the data loop.
 
+        Return None, without calling `fn`, if another thread owns the loop for `timeout_s` seconds.
         `fn` must call `settle_held` first.
         """
         acquire = partial(self.owner.acquire, timeout_s > 0, timeout_s or -1)
@@ -197,7 +198,8 @@ class DataLoop:
         try:
             return run()
         finally:
-            # A method of the loop that released it could be interrupted by Ctrl-C as it begins.
+            # Not in a method of its own, because Ctrl-C could interrupt such a method as it begins,
+            # before the release.
             try:
                 owner.release()
             except RuntimeError:  # not owned
@@ -206,10 +208,11 @@ class DataLoop:
                 self.wake_followers()
 
     def give_way(self) -> None:
-        """Let a thread that waits for the loop own it, if there is one; the caller must not own it.
+        """Sleep shortly if another thread waits for the loop, to let that thread own the loop.
 
-        Calls that programs repeat, such as polls, end with this. Otherwise, the polling thread
-        would own the loop nearly always, and blocking calls of other threads would get no turn.
+        The caller must not own the loop. Calls that programs repeat, such as polls, call this
+        method at their end. Otherwise, the polling thread would own the loop nearly always, and
+        blocking calls of other threads would get no turn.
         """
         if self._followers or self._newcomers:
             time.sleep(_GIVE_WAY_S)
@@ -243,7 +246,7 @@ class DataLoop:
             self._newcomers.pop()
 
     def require_outside(self) -> None:
-        """Raise `ConcurrentCalls` if the caller interrupted a call of its thread in the loop.
+        """Raise `ConcurrentCalls` if this thread owns the loop already, as `acquire` does.
 
         For calls that wait for the loop without owning it.
         """
@@ -381,7 +384,8 @@ class DataLoop:
     def on_tick(self, now: float) -> None:
         """Run the data loop and the timers once, for a rank that is not in a call.
 
-        If the rank is in a call, the call's thread runs this function, which does no harm.
+        If the rank is in a call, the call's thread runs this function, which does no harm. Once the
+        communicators have ended, run no timers, and run the loop only while paths are in use.
         """
         if self._revocation.error is None:
             self.progress.step()
@@ -586,12 +590,12 @@ class DataLoop:
         out: Any,
         rest: Any,
     ) -> Any:
-        """Return ``repeat(x, out, rest)``, which repeats the held call, the last one of `program`.
+        """Return ``repeat(x, out, rest)``, which repeats the last call of `program`.
 
-        If another program has run since, first call ``switch(compiled)``, which lets `program` run
-        again or returns False, and may not wait. Return NotImplemented, without repeating the call,
-        if no call is held, a thread owns the loop, the loop has other work, or ``switch`` returns
-        False. Also return NotImplemented if timers are due, after running them.
+        If the last held call is one of another program, first call ``switch(compiled)``, which lets
+        `program` run again or returns False, and must not wait. Return NotImplemented, without
+        repeating the call, if no call is held, a thread owns the loop, the loop has other work, or
+        ``switch`` returns False. Also return NotImplemented if timers are due, after running them.
         """
         owner, compiled = self.owner, self.compiled
         assert compiled is not None

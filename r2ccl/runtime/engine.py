@@ -5,9 +5,9 @@ and runs its lanes (one per channel) until all have ended. Each communicator of 
 The communicators share the data loop, the paths and the control plane, and a failure of one ends
 all of them.
 
-Ranks are numbered as in the communicator in ``rank``, in a health, and within the communicator's
-control messages. They are numbered as in the job where they are the senders of control messages, in
-errors, and in the status, except for its health. In the job's first communicator, a rank has the
+In ``rank``, in a health, and within the communicator's control messages, ranks are numbered as in
+the communicator. In ``peers``, in errors, in the status (except for its health), and as senders of
+control messages, they are numbered as in the job. In the job's first communicator, a rank has the
 same number in both.
 """
 
@@ -63,7 +63,7 @@ class LocalPath(Protocol):
 
     @property
     def ncalls(self) -> int:
-        """Number of calls begun that only use shared memory: the data loop does not count these."""
+        """Number of calls begun that use only shared memory, which the data loop does not count."""
         ...
 
     def end(self) -> None:
@@ -212,7 +212,7 @@ class Engine:
         context : Context
             Identity of the new communicator; this rank is among its members.
         config : Config
-            Settings of this communicator, perhaps with another ``timeout_s``.
+            Settings of the new communicator: those of this one, perhaps with another ``timeout_s``.
         """
         rank = context.members.index(self._job.rank)
         health = self._job.whole_health().of_ranks(context.members)
@@ -412,7 +412,7 @@ class Engine:
         self._loop.wait(self, is_connected, self._patience(self._pending_init), spins=False)
 
     def set_nominal_rate(self, rate: int) -> None:
-        """Set the rate of a rail at full bandwidth, in bytes/s."""
+        """Set the nominal bandwidth of each rail, in bytes per second; 0 means unknown."""
         self.call(partial(self._failover.set_nominal_rate, rate))
 
     def enter(self) -> Health:
@@ -713,6 +713,7 @@ class Engine:
 
         After `STANDBY_S`, one path to each peer is enough. Paths on last-resort rails are connected
         too, but this method does not wait for them: they are used only if all other rails are lost.
+        Nor does it wait for paths with a port that is known to be down.
         """
         self.nconnects += 1
         self._failover.connect_peers(peers)
@@ -739,6 +740,11 @@ class Engine:
 
         Ctrl-C during `fn` ends the communicator, because the transport's tables may then be
         inconsistent.
+
+        Raises
+        ------
+        ConcurrentCalls
+            As `DataLoop.acquire`.
         """
 
         def run() -> Any:
@@ -761,6 +767,8 @@ class Engine:
         ------
         TransportError
             If a NIC refuses the memory, or the limit of registered memory would be exceeded.
+        ConcurrentCalls
+            As `DataLoop.acquire`.
         """
         register = partial(self._transport.register, memory) if memory.size else Unregistered
         return RegisteredMemory(self, self.call(register), memory)

@@ -56,7 +56,8 @@ class Exclusions:
             In mode failstop, which has no health agreement; or if an exclusion would leave a rank
             without a rail, or two ranks without a common rail.
         ConcurrentCalls
-            If the caller is a signal handler that interrupted a call of its thread.
+            If the caller is a signal handler that interrupted a call of its thread, or a function
+            of `user_op`.
         TransportTimeout
             If the ranks have not agreed within ``R2CC_TIMEOUT_S``.
         CommunicatorRevoked

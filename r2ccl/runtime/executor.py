@@ -205,7 +205,10 @@ class LandingPool:
         self._free: dict[int, list[Place]] = {}
 
     def take(self, nbytes: int) -> Place:
-        """Return a place of `nbytes` bytes or more: the one given back last, or a new one."""
+        """Return a place of `nbytes` bytes or more: a free one of this pool, or a new one.
+
+        Of the free places of the needed size, it is the one that was given back last.
+        """
         size = 1 << (nbytes - 1).bit_length()
         free = self._free.get(size)
         if free:

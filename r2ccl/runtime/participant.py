@@ -154,9 +154,9 @@ class Participant:
 
         With several hosts, shared memory is used only if all hosts have the same number of ranks,
         at least two. Otherwise the network is used, even if ``R2CC_SHM=1``. Unless ``R2CC_SHM=1``,
-        the network is also used if ``R2CC_ALGO`` is not auto, if a rank has an `obstacle`, if ranks
-        of a host cannot share memory, or if `MOST_GROUPS` communicators of the job share memory
-        already.
+        the network is also used if ``R2CC_ALGO`` fixes the schedules (`Config.fixed_family`), if a
+        rank has an `obstacle`, if ranks of a host cannot share memory, or if `MOST_GROUPS`
+        communicators of the job share memory already.
 
         Parameters
         ----------

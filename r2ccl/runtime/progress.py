@@ -157,8 +157,9 @@ class Progress:
     def begin(self, calls: Calls[Consumer], computer: Computer | None = None) -> None:
         """Prepare the data loop for the call that `Links.begin` started.
 
-        If a peer has started a different call with this number, revoke the communicator. The caller
-        need not call this method if there is no `computer` and ``calls.ahead`` is empty.
+        If a peer is known to have started a different call with this number, revoke the
+        communicator. The caller need not call this method if there is no `computer` and
+        ``calls.ahead`` is empty.
 
         Parameters
         ----------
@@ -198,7 +199,10 @@ class Progress:
         return bool(events) or has_computed
 
     def advance(self) -> None:
-        """Advance the consumers in `Links.touched`, send due confirmations, flush the transport."""
+        """Advance the consumers in `Links.touched`, send due confirmations, flush the transport.
+
+        Work that the consumers have deferred is committed (`Computer.commit`).
+        """
         links = self._links
         while links.touched:
             touched, links.touched = links.touched, []
@@ -372,9 +376,10 @@ class Progress:
             self._revocation.revoke(self._difference(peer, op, mine, signature, is_sent))
 
     def _on_later_call(self, peer: int, landing: Landing) -> None:
-        """Revoke the communicator: a slice of a later call of `peer` is in the place of `landing`.
+        """Revoke the communicator: a slice of a later call of `peer` has arrived for `landing`.
 
-        The slices of a link are numbered over all calls, so `peer` has sent less in this call.
+        The slices of a link are numbered over all calls. In the call of `landing`, `peer` has
+        therefore sent fewer slices than this rank expects.
         """
         rank, mine = self.rank, describe(landing.signature)
         self._revocation.revoke(

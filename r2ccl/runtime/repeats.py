@@ -132,7 +132,7 @@ class Repeats:
 class NetworkRepeats(Repeats):
     """Calls of one communicator over the network that can be run again.
 
-    A call can be run again while compiled code holds calls of the communicator
+    A call can be run again while compiled code holds calls, which may be those of any communicator
     (`r2ccl.runtime.compiled.hold`).
 
     Parameters

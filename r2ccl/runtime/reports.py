@@ -112,7 +112,10 @@ class Reports:
         return rails(self._links, self.repairs(), nics, self._exclusions.rails())
 
     def memory(self, landing_nbytes: int) -> MemoryReport:
-        """Return the memory in use; the landing places in Python take `landing_nbytes` of it."""
+        """Return the memory in use.
+
+        `landing_nbytes` is the size of the landing places of calls that run in Python.
+        """
         self._loop.settle_if_free()
         compiled = self._loop.compiled
         arena_nbytes = 0 if compiled is None else compiled.arena_nbytes

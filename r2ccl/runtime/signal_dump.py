@@ -59,9 +59,9 @@ class SignalDump:
         """Stop writing, and restore the previous handler. Idempotent.
 
         A previous handler that was not installed from Python is replaced by the default action. If
-        another `SignalDump` was installed after this one, its previous handler becomes that of this
-        one. If this is not the main thread, or another handler has replaced this one, nothing is
-        restored, and this handler only calls the previous one.
+        another `SignalDump` has replaced this handler, that one calls the previous handler of this
+        one from now on. If any other handler has replaced this one, or this is not the main thread,
+        nothing is restored, and this handler only calls the previous one.
         """
         if self._write is None:
             return

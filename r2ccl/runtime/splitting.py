@@ -96,9 +96,10 @@ def create(participant: Participant, ranks: Sequence[int]) -> Part | None:
 
 
 def create_among(participant: Participant, ranks: Sequence[int], allgather: AllgatherBytes) -> Part:
-    """Agree on a communicator of `ranks`, and return it; only these ranks may call it.
+    """Agree on a communicator of `ranks`, and return it; only these ranks may make this call.
 
     `allgather` gathers the bytes of all `ranks`, in the order of `ranks`, on each of these ranks.
+    Errors are those of `Communicator.create_among`.
     """
     engine = participant.engine
     participant.collectives.require_free()

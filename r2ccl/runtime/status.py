@@ -114,15 +114,16 @@ class PathEntry(msgspec.Struct, frozen=True):
     Attributes
     ----------
     peer, rail, epoch : int
-        The epoch is the number of times that the path was lost, or closed because it was idle.
+        The epoch is the number of times that the path was taken out of use: because it was lost,
+        excluded or idle.
     state : str
-        ``up``; ``fencing`` or ``fenced``: going down; ``down``: not connected yet, being
-        reconnected, or excluded; ``closed``: the paths to the peer are idle and are connected when
+        ``up``; ``fencing`` or ``fenced``: going down; ``down``: not connected yet, not connected
+        again yet, or excluded; ``closed``: the paths to the peer are idle and are connected when
         they are needed.
     cause : str
         Reason why the path is, or last was, out of use, such as the evidence of a failure or ``not
-        connected yet``. Empty if the path is closed, or is up and has not failed since it was first
-        connected or last closed.
+        connected yet``. Empty if the path is closed, or is up and was neither lost nor excluded
+        since it was first connected or last closed.
     since_s : float
         Time at which the path was last taken into or out of use or, before its first use, at which
         its connection was begun.
@@ -150,7 +151,7 @@ class LinkEntry(msgspec.Struct, frozen=True):
     ----------
     peer, channel : int
     rail : int or None
-        Rail that the link to the peer uses; None: no path is up.
+        Rail that the link to the peer uses; None: no path is up, or the link moves to another path.
     posted : int
         Number of slices to the peer that were posted.
     confirmed : int
@@ -316,9 +317,10 @@ class AgreedHealth(msgspec.Struct, frozen=True):
 
 
 class HeldPath(msgspec.Struct, frozen=True):
-    """Failed path that is used again after it has answered probes for ``hold_s`` seconds.
+    """Path that is used again after it has answered all probes for ``hold_s`` seconds.
 
-    If no other path to the peer is up, the path is used earlier.
+    The path has failed, or its exclusion has ended. If no other path to the peer is up, the path is
+    used earlier.
     """
 
     peer: int
@@ -332,9 +334,10 @@ class RankStatus(msgspec.Struct, frozen=True):
     ``now_s`` is the time of this reading. ``error`` is the error that ended the communicator, or
     empty. ``nconnects`` is the number of calls and messages that connected data paths before their
     first slice. ``operations`` has the collective in the data loop, if any. ``health`` is None with
-    ``R2CC_MODE=failstop``. ``held`` has the failed paths that must answer probes for some time
-    before they are used again. ``planning`` has the number and the times of the plans made
-    with the same health as the last plan.
+    ``R2CC_MODE=failstop``. ``held`` has the paths that must answer probes for some time before they
+    are used again; only those to higher ranks, because the lower of two ranks restores their paths.
+    ``planning`` has the number and the times of the plans made with the same health as the last
+    plan.
     """
 
     rank: int

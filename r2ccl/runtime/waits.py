@@ -147,7 +147,7 @@ class Waits:
         has_begun: bool = False,
         is_part: bool = False,
     ) -> None:
-        """Wait until the running call in shared memory has ended: until ``resume()`` is True.
+        """Wait until a call in shared memory, or a step of one, has ended: until ``resume()``.
 
         Between the calls of `resume`, run the data loop unless another thread runs it. Log a line
         after ``R2CC_SUSPICION_TIMEOUT_S``, and again every `SAY_AGAIN_S`.
@@ -160,7 +160,7 @@ class Waits:
             Its packed signature.
         resume : callable
             ``resume()`` waits some milliseconds for peers, without the GIL, and returns whether the
-            call has ended.
+            call or step has ended.
         missing : callable
             ``missing()`` returns the ranks that have not made the call, and the rank that the call
             waits for.

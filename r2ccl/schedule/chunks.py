@@ -38,9 +38,10 @@ Range: TypeAlias = tuple[int, int]
 #: kernels and DMA of two channels share no cache line if the buffer is aligned.
 ALIGNMENT_NBYTES = 64
 
-#: Minimum average size of a piece, in granules of `ALIGNMENT_NBYTES`, at which boundaries are
-#: aligned. Alignment moves a boundary by less than one granule, which is less than 2 % of such a
-#: piece. Smaller buffers are divided at the exact element.
+#: Minimum average size of a piece, in granules, at which boundaries are aligned. A granule is the
+#: fewest elements whose bytes are a multiple of `ALIGNMENT_NBYTES`. Alignment moves a boundary by
+#: less than one granule, which is less than 2 % of such a piece. Smaller buffers are divided at the
+#: exact element.
 MIN_GRANULES = 64
 
 

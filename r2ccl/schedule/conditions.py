@@ -40,9 +40,9 @@ class Conditions(msgspec.Struct, frozen=True):
         ``wanted(rank, chunk)`` returns the contributions that the rank's OUTPUT chunk must hold at
         the end; None if the chunk is undefined.
     is_reduction : bool
-        True if every defined OUTPUT chunk must hold the reduced contributions of all ranks; False
-        in a scan or exscan, whose outputs hold only some. The ops that complete such a reduction
-        have `is_final`.
+        True if every defined OUTPUT chunk must hold the reduced contributions of all ranks. The ops
+        that complete these reductions have `is_final`. False in a scan or exscan, whose outputs
+        hold only some contributions.
     is_ordered : bool
         True if contributions may only be reduced in rank order: every operand holds the
         contributions of consecutive ranks, and the last rank of the left operand is just below the

@@ -114,8 +114,8 @@ class _Waits:
     def _is_ordered(self, earlier: int, later: int) -> bool:
         """Return True if ``after`` and messages order the end of `earlier` before `later`.
 
-        This includes a receive whose message cannot be sent before `earlier` has ended, because
-        the receive uses its memory only when the message arrives.
+        Also return True if `later` is a receive whose message cannot be sent before `earlier` has
+        ended, because a receive uses its memory only when the message arrives.
         """
         horizon = self._moment[earlier]
         seen = {later}

@@ -78,7 +78,8 @@ def interpret(
         `in_place` is True and the collective cannot be in place, or if
         `r2ccl.schedule.chunks.layout` cannot divide the arrays with these `weights` and `parts`.
     ScheduleError
-        If the ops deadlock, or wait for messages that no rank sends.
+        If `Schedule.program` refuses the program of a rank, the ops deadlock, or an op waits for a
+        message that no rank sends.
     """
     _require_alike(schedule, inputs)
     if in_place and not schedule.can_be_in_place:

@@ -198,7 +198,10 @@ def futex_wake(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def clock_ns(typing_context: Any, time: Any) -> Any:
-    """Return the monotonic time in nanoseconds; `time` is space for a ``struct timespec``."""
+    """Return the monotonic time in nanoseconds.
+
+    `time` is the address of a ``struct timespec``, which is overwritten.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I32, [_I32, _I64])
@@ -246,11 +249,11 @@ def words_at(typing_context: Any, address: Any) -> Any:
 def call_kernel(
     typing_context: Any, kernel: Any, sources: Any, count: Any, target: Any, nbytes: Any
 ) -> Any:
-    """Call the kernel at address `kernel`, which has the parameters of `r2ccl.kernels.fold`.
+    """Call the kernel at address `kernel`; return its result, an integer.
 
-    A kernel of that module combines `count` inputs of `nbytes` bytes each and writes the result to
-    address `target`. `sources` is the address of a table with the addresses of the inputs. Return
-    the kernel's result, an integer.
+    The parameters are those of the kernels of `r2ccl.kernels.fold`, which combine `count` inputs of
+    `nbytes` bytes each and write the result to address `target`. `sources` is the address of a
+    table with the addresses of the inputs.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -222,6 +222,8 @@ class LocalGroup:
         TransportError
             If any two of the ranks cannot share memory, or one of them cannot load the compiled
             code, or memory or descriptors are exhausted; then no rank has a group.
+        R2cclError
+            If `exchange` raises it.
 
         Notes
         -----
@@ -285,7 +287,7 @@ class LocalGroup:
         return int(self._memory[AWAITED])
 
     def absent(self) -> list[int]:
-        """Return the indices of the ranks that have not begun the current call yet."""
+        """Return the indices of the ranks that have not posted the current call yet."""
         first = int(self._memory[layout.LAST]) + 1
         return [
             index
@@ -425,8 +427,9 @@ class LocalGroup:
     ) -> Repeat:
         """Return a function that runs a call again on arrays of the form of `source` and `output`.
 
-        For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`. The function
-        `proceed` is given the arguments of the method `proceed`, and must call this method.
+        For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`, whose parameter
+        ``output`` is `role`. The function `proceed` is given the arguments of the method `proceed`,
+        and must call this method.
         """
         formed = call.of_form(source, output)
         return repeat_of(
@@ -455,9 +458,9 @@ class LocalGroup:
     # The end of the group
 
     def wake(self) -> None:
-        """Make a call that waits in compiled code return to `attend`; any thread may call it.
+        """Make calls that wait in compiled code, on all ranks, return to `attend`.
 
-        Does nothing after `close`.
+        Any thread may call this method. Does nothing after `close`.
         """
         with self._wakes:
             if not self._is_closed:

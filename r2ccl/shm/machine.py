@@ -1,4 +1,8 @@
-"""Processor architectures on which ranks can share memory, their system calls, and their CPUs."""
+"""Processor architectures on which ranks can share memory.
+
+The module also has the numbers of the system calls that compiled code makes on these architectures,
+and chooses a CPU for each rank.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ if MACHINE not in _NUMBERS:
 
 
 def home_cpu(index: int, nranks: int) -> int:
-    """Return a CPU for rank `index` of the `nranks` ranks of this host, another for each rank.
+    """Return a CPU for rank `index` of the `nranks` ranks of this host, a different one for each.
 
     All ranks must be allowed to run on the same CPUs. Return -1 if there are more ranks than such
     CPUs, or one of these CPUs has a number that is too large for the sets of CPUs in compiled code.

@@ -2,10 +2,10 @@
 
 Each rank listens at a random name in the abstract namespace, which leaves no file behind, and each
 pair of ranks connects once: the higher rank connects to the lower one. Ranks in different network
-namespaces do not reach each other, and ranks in different PID namespaces or of different users
-refuse each other. The attempt to connect therefore shows whether two ranks are in the same
-container. Both ends prove that they know the secret of the job (`r2ccl.bootstrap.auth`) before they
-pass the descriptors of their segments.
+namespaces do not reach each other. If two ranks are in different PID namespaces, or belong to
+different users, at least one of them refuses the other. The attempt to connect therefore shows
+whether two ranks are in the same container. Both ends prove that they know the secret of the job
+(`r2ccl.bootstrap.auth`) before they pass the descriptors of their segments.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def pass_segments(
         `RESULT_NBYTES` bytes.
     secret : Secret
     timeout_s : float
-        Seconds to wait for each lower rank, and for all higher ranks together.
+        Seconds to wait for each lower rank and, counted from the call of this function, for all
+        higher ranks together.
     has_ended : callable
         ``has_ended()`` returns True if the communicator has ended; then this rank waits no longer.
 
@@ -197,6 +198,8 @@ def pass_segments(
     ------
     TransportError
         On every rank, if any two ranks cannot share memory.
+    R2cclError
+        If `exchange` raises it.
 
     Notes
     -----

@@ -50,7 +50,8 @@ class HeldMutex:
     Parameters
     ----------
     memory : Mapping
-        Shared memory with the mutex. Kept mapped until the mutex is unlocked.
+        Shared memory with the mutex. The thread keeps a reference to this object until the mutex is
+        unlocked; the caller must not close the object before.
     offset : int
         First byte of the mutex in `memory`.
 

@@ -81,8 +81,8 @@ def make_scan() -> Loop:
         if is_resumed == 0:
             begin(state, 1 + (nbytes + piece - 1) // piece)
         # The first round of the call only compares the calls: a rank can post no piece before the
-        # rank below has begun the call. In step index, from -1, round first + 1 + index is
-        # deposited.
+        # rank below has begun the call. The pass of the loop with number `index`, from -1, deposits
+        # round first + 1 + index.
         while state[ROUND] < state[TOTAL]:
             index = state[ROUND]
             this = first + 1 + index

@@ -3,9 +3,9 @@
 Which way is faster depends on the cores of the ranks. If they share a last-level cache, the peer
 finds the data there. If not, it fetches each line from the other core's cache, which takes several
 times as long as reading memory. The scheduler, or a hypervisor, may move a rank to another core at
-any time. Each prepared call therefore remembers the shortest recent duration with either way, and
-uses the better one, but now and then the other one. Such trials fall on the same calls on all
-ranks, because a way makes a difference only if all ranks use it.
+any time. Each prepared call therefore remembers the shortest recent duration with each way, and
+uses the faster way, except in some calls, which try the slower one. These trials are the same calls
+on all ranks, because a way makes a difference only if all ranks use it.
 
 Small calls (see `LEAST_NBYTES`), calls with a root, and scans do not choose: they write to the
 caches.
@@ -27,7 +27,7 @@ from r2ccl.shm.layout import (
     TIME,
 )
 
-#: Smallest part in bytes for which a call chooses.
+#: Smallest size in bytes of a part, or of the input of an allreduce, for which a call chooses.
 LEAST_NBYTES = 1 << 14
 #: One of 2**6 calls is a trial, at irregular intervals, which no loop of a program can match.
 _TRIAL_MASK = (1 << 6) - 1
@@ -41,8 +41,9 @@ _NFIRST = 5
 def choose(state: Any, given: Any, nbytes: Any) -> None:
     """Choose how this rank writes its slots in a call that begins.
 
-    `given` is a pointer to the words of the prepared call, and `nbytes` the size of a part. With
-    less than `LEAST_NBYTES`, for example 0, the rank writes to the caches.
+    `given` is a pointer to the words of the prepared call, and `nbytes` the size of a part or, in
+    an allreduce, of the whole input. With less than `LEAST_NBYTES`, for example 0, the rank writes
+    to the caches.
     """
     state[BEGUN_NS] = 0
     state[IS_PAST_CACHES] = 0

@@ -92,7 +92,7 @@ class SymmetricMemory:
     def allocate(
         self, nbytes: int, exchange: AllgatherBytes, in_turn: Callable[[Callable[[], None]], None]
     ) -> npt.NDArray[np.uint8]:
-        """Return an array of zero bytes in new memory that all ranks map.
+        """Return an array of bytes, all zero, in new memory that all ranks map.
 
         Parameters
         ----------
@@ -116,6 +116,8 @@ class SymmetricMemory:
         TransportError
             If memory, descriptors or segments are exhausted on any rank, or two ranks cannot pass
             their segments to each other; then no rank has an array.
+        R2cclError
+            If `exchange` raises it.
 
         Notes
         -----

@@ -7,10 +7,10 @@ reliable queue pairs, RDMA writes with and without immediate data, flushed reque
 completion queue per device.
 
 A write is carried out when it is posted. If the port of either NIC is mute or one of the two queue
-pairs is not ready, the write stays in flight. The next write that is posted on its queue pair tries
-it again. A queue pair that goes to ERR completes every request in flight, including unsignaled
-requests. A completion that does not fit into the completion queue is lost, and the device reports
-CQ_ERR once (InfiniBand specification, volume 1, 10.8.2 and 11.6.3).
+pairs is not ready, the write stays in flight, and is tried again when the next write is posted on
+the same queue pair. A queue pair that goes to ERR completes every request in flight, including
+unsignaled requests. A completion that does not fit into the completion queue is lost, and the
+device reports CQ_ERR once (InfiniBand specification, volume 1, 10.8.2 and 11.6.3).
 """
 
 from __future__ import annotations

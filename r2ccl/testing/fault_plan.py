@@ -244,11 +244,12 @@ def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
 def wrap_by_env(inner: Transport, rank: int) -> ReportingTransport:
     """Return a wrapper of `inner` that triggers this rank's faults of the plan in the environment.
 
-    `r2ccl.init` calls this function if the variable ``R2CC_TRANSPORT_WRAPPER`` is
+    `r2ccl.init` without `faults` calls this function if the variable ``R2CC_TRANSPORT_WRAPPER`` is
     ``r2ccl.testing.fault_plan:wrap_by_env``. ``R2CC_FAULT_PLAN`` is the file of the plan; without
     it there are no faults. The lab that listens on ``R2CC_FAULT_SOCKET`` applies the faults or, if
     that variable is not set, the wrapper does. ``RANK``, if set, takes precedence over `rank`,
-    because plans number the ranks as they were started: `rank` differs after a shrink.
+    because plans number the ranks as they were started, and ``init(comm=...)`` may number them
+    differently.
 
     Raises
     ------

@@ -104,7 +104,8 @@ class Fault(
     ------
     InvalidArgument
         If the action is unknown; if a field is missing, malformed, out of range or does not belong
-        to the action; or if the trigger is both `at_s` and `at_op`, or `at_step` without `at_op`.
+        to the action; if `peer` is `node`; or if the trigger is both `at_s` and `at_op`, or
+        `at_step` without `at_op`.
     """
 
     action: Action
@@ -225,9 +226,9 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True):
         Position of the fault in its plan; -1 if it was applied without a plan.
     fault : Fault
     time_s, applied_s : float
-        Times just before the fault was requested and just after it was applied, in CLOCK_MONOTONIC
-        seconds, which are comparable between processes of one machine. The fault takes effect
-        between these times, so a latency measured from `time_s` is never too short.
+        Times before and after the fault was applied, in CLOCK_MONOTONIC seconds, which are
+        comparable between processes of one machine. The fault takes effect between these times, so
+        a latency measured from `time_s` is never too short.
     """
 
     index: int

@@ -46,8 +46,7 @@ class FaultInjection:
     def __call__(self, rank: int, rail: int, op: int, step: int = 0) -> None:
         """Let `rank` lose `rail` just before slice `step` of collective `op`; see `fail_at`.
 
-        If the job has no such rank, `r2ccl.init` raises InvalidArgument. If it has no such rail,
-        the collective raises it in `rank`.
+        If the job has no such rank or rail, `r2ccl.init` raises InvalidArgument.
         """
         self._faults.extend(fail_at(rank, rail, op, step).faults)
 
@@ -98,6 +97,11 @@ def wrap_and_record(inner: Transport, rank: int) -> ReportingTransport:
 
     `r2ccl.init` calls this function in the ranks of a `RankRunner` if there are failures to inject.
     The files are beside the file of the plan.
+
+    Raises
+    ------
+    InvalidArgument
+        If the plan or ``RANK`` is not valid; see `reporter_from_env`.
     """
 
     def reporter(cut: Callable[[Due], None]) -> FaultReporter | None:
@@ -117,7 +121,8 @@ class _Outcome(Exception):
     """
 
 
-#: Functions of pytest that set an outcome; xfail before fail, whose exception is its base class.
+#: Functions of pytest that set an outcome; xfail before fail, because the exception of xfail is a
+#: subclass of the exception of fail.
 _OUTCOMES = ("skip", "xfail", "fail")
 
 
@@ -181,7 +186,7 @@ class RankRunner:
         Notes
         -----
         ``pytest.skip``, ``pytest.importorskip``, ``pytest.xfail`` and ``pytest.fail`` in a rank set
-        the outcome of the test; if ranks differ, the first one that ends so decides.
+        the outcome of the test; if several ranks call one of them, the first call decides.
         """
         plan = self._injection.take() if self._injection else None
         variables = {**(env or {}), **(plan.environment() if plan else {})}

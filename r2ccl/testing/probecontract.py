@@ -75,7 +75,7 @@ def check_probe_of_a_port_that_is_gone(bench: Bench) -> None:
 def check_probe_survives_the_fence(bench: Bench) -> None:
     """Check that a probe is answered while the path of its rail is fenced.
 
-    The probe must still be answered after the path of the other rail broke too.
+    Another probe of the same port must be answered after the path of the other rail has broken.
     """
     bench.join_probes()
     pair = JoinedPair(bench)

@@ -1,8 +1,9 @@
 """Search for the best path between two GPUs, NIC ports or processors of a machine.
 
 The best path is the shortest of the paths with the highest bandwidth. A path may pass through
-processors, switches and NICs. A path between two GPUs may pass through a third GPU if all its links
-are NVLinks. Bandwidths in this module assume an idle machine; `flows` takes traffic into account.
+processors, switches and NICs. If such a path between two GPUs does not consist of NVLinks alone, a
+faster path over NVLinks through a third GPU replaces it. Bandwidths in this module assume an idle
+machine; `flows` takes traffic into account.
 
 Invariant: every choice depends only on integers and the order of vertices, so equal machines have
 equal paths on every host.

@@ -72,7 +72,10 @@ class GpuSource(Protocol):
 
 
 class LinkSource(Protocol):
-    """Interface to NVML; a failed call raises `TransportError` with the NVML status."""
+    """Interface to NVML; a failed call raises `TransportError`.
+
+    The ``status`` of the error is the name of the exception in ``cuda.bindings.nvml``.
+    """
 
     def nvlinks(self, bus_id: str) -> tuple[NvLink, ...]:
         """Return the NVLinks of a GPU that are up: one `NvLink` per neighbour."""

@@ -51,7 +51,7 @@ class Gid(msgspec.Struct, frozen=True):
     ``index`` is the slot of the entry in the table. ``kind`` is sysfs's value, ``RoCE v2`` or
     ``IB/RoCE v1`` (also on InfiniBand). ``address`` is an IPv6 address as text; an IPv4 address is
     mapped (``::ffff:10.0.0.1``). ``netdev`` is the interface that owns the GID, possibly a VLAN;
-    empty on InfiniBand.
+    empty on InfiniBand, and if sysfs names no owner.
     """
 
     index: int
@@ -174,6 +174,11 @@ class GidFinder:
         The interface may be a VLAN on the port's interface. If sysfs names no owner, the port's
         interface is meant. Return 0 if there was no call, or if this network namespace has no such
         interface.
+
+        Raises
+        ------
+        OSError
+            If the number of the interface exists but cannot be read.
         """
         owner = self._last.netdev if self._last is not None else ""
         return _index_of(self._root, owner or self._netdev)

@@ -54,6 +54,11 @@ def discover(
 ) -> tuple[Nic, ...]:
     """Return the NICs of this machine that become rails.
 
+    An interface qualifies only if it is up and has an address. If ``config.socket_ifname`` names
+    interfaces, no others qualify. Otherwise, if all ranks run on this host, only loopback
+    interfaces qualify. In all other cases, an interface qualifies if it is not loopback, not
+    excluded by ``socket_ifname``, and its name has no prefix in `VIRTUAL_PREFIXES`.
+
     Parameters
     ----------
     config : Config

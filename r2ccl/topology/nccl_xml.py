@@ -1,7 +1,7 @@
 """Writer of NCCL topology files, which describe a `Machine` to NCCL (``NCCL_TOPO_FILE``).
 
-The format has no UUIDs, multiprocessor counts, NUMA distances, network interfaces of RDMA ports or
-remarks; all other facts about the machine are written.
+The format has no remarks, UUIDs, multiprocessor counts, NUMA distances or network interfaces of
+RDMA ports; all other facts about the machine are written.
 
 References
 ----------

@@ -158,6 +158,8 @@ class RouteSocket:
     def transact(self, kind: int, body: bytes, *, flags: int = 0) -> None:
         """Send a request that changes kernel state, and wait for its acknowledgement.
 
+        `flags` are further flags of the request (``NLM_F_*``).
+
         Raises
         ------
         OSError

@@ -2,8 +2,8 @@
 
 The roots of sysfs and proc are parameters, so recorded trees can be read like live ones. Facts
 about GPUs are parameters too, because sysfs does not have them. Invariant: a missing or garbled
-attribute is no error. Its value is then empty or 0 or, if planning needs one, an assumed value;
-`Machine.remarks` states assumed values, except NUMA distances.
+attribute is no error. If planning needs its value, a value is assumed, which `Machine.remarks`
+states, except for NUMA distances; otherwise the value is empty or 0.
 
 References
 ----------
@@ -203,7 +203,9 @@ class _Tree:
 
         The rate is the highest that both ends support, because an idle device lowers the current
         rate. The number of lanes is the current number, because a link that was trained to fewer
-        lanes than both ends support does not regain the missing lanes.
+        lanes than both ends support does not regain the missing lanes. If the current number is
+        unknown, it is the highest that both ends support. A rate or number that neither end shows
+        is assumed.
         """
         remarks = self._reader.remarks
         speeds = [mtps for end in ends if (mtps := self._speed(end / "max_link_speed"))]

@@ -1,11 +1,12 @@
 """Memory that begins at a cache line, for data that is sent or received.
 
-The kernel and memcpy(3) copy large pieces with the instruction ``rep movsb``. On AMD's Zen 3 it
-takes four to eight times as long if the target is ahead of the source by 1 to 31 bytes, modulo the
-4096 bytes of a page. That cannot be between addresses that are multiples of 64 bytes. The headers
-of frames have a multiple of 64 bytes, too, so that slices of such sizes stay at multiples of 64
-bytes in the pages in which the kernel keeps them. It is then rare also for other arrays: malloc(3),
-and so NumPy, allocates large ones 16 bytes behind the beginning of a page.
+The kernel and memcpy(3) copy large pieces with the instruction ``rep movsb``. On AMD's Zen 3 this
+instruction takes four to eight times as long if the target is ahead of the source by 1 to 31 bytes,
+modulo the 4096 bytes of a page. Two addresses that are multiples of 64 never differ by such an
+amount. The size of a frame header is a multiple of 64 bytes too, so slices whose sizes are
+multiples of 64 bytes also begin at such addresses in the pages in which the kernel keeps them. A
+copy between these pages and any other array is then rarely slow: malloc(3), and so NumPy, allocates
+a large array 16 bytes after the beginning of a page.
 """
 
 from __future__ import annotations

@@ -73,10 +73,10 @@ class Arrived(msgspec.Struct, gc=False):
     """Event: a slice arrived.
 
     A cleared slice is in its landing place and ``payload`` is None. An eager slice is in
-    ``payload``, which is borrowed until the next ``poll``. ``began_s`` is a time of the clock in
-    seconds: when TCP read the first header of a cleared slice; in all other cases, when the
-    transport noticed the complete slice. ``is_confirmed`` is True if the transport has already
-    confirmed the slice to the sender.
+    ``payload``, which is borrowed until the next ``poll``. ``began_s`` is a time of the transport's
+    clock, in seconds: for a cleared slice over TCP, the time at which the header of its first
+    fragment was read; in all other cases, the time at which the transport noticed the complete
+    slice. ``is_confirmed`` is True if the transport has already confirmed the slice to the sender.
     """
 
     path: PathKey

@@ -376,7 +376,8 @@ class Diagnosis:
     def _take_early(self, case: _Case) -> None:
         """Pass to `case`, whose path has failed, the peer's finding that arrived earlier, if any.
 
-        A finding of a later epoch is kept for the diagnosis of that epoch.
+        A finding of a later epoch is kept for the diagnosis of that epoch. A finding of an earlier
+        epoch is dropped, and so is one of the same epoch if the case has a verdict already.
         """
         key = case.path_diagnosis.path
         finding = self._early.get(key)

@@ -6,8 +6,8 @@ end their exclusion (`exclude`). `enter` returns the health with which all ranks
 `r2ccl.failover.health.protocol` decides which messages to send; the control plane sends them.
 
 Only one thread may use a `HealthAgreement` at a time; any thread may read ``known``. A rail that
-this rank reported down stays down until this rank reports it up. An excluded rail of this rank
-counts as reported down, so after the exclusion ends it is down until this rank reports it up.
+this rank reported down stays down until this rank withdraws that report. An excluded rail of this
+rank counts as reported down, so after the exclusion ends it is down until this rank reports it up.
 
 Invariant: while a rank reports its own port of a rail down, it reports no other port of that rail.
 It could not observe that such a port works again, so its report would stay for ever.

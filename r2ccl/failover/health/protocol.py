@@ -206,8 +206,8 @@ class Agreement:
         """Health of all collectives until the next event; None: call `start` for each.
 
         An event is a call of `report`, `adopt`, `exclude`, `on_message`, `tick` or `peer_lost`.
-        Collectives planned with this health need no `start`; instead, call `skip_to` with the
-        number of the last one before the next event.
+        Collectives planned with this health need no `start`; instead, before the next event, call
+        `skip_to` with the number of the last one of them.
         """
         return self._member.steady if self.lost is None else None
 

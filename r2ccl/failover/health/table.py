@@ -212,9 +212,9 @@ class Findings:
     `WHOLE` in the initial table count as reported by the rank that owns the rail.
 
     A rank measures an edge, which consists of its own port and the port it sends to; the slower
-    port limits the edge. In a ring, both edges at a slow port are slow. If an edge is slow, and so
-    is the edge that leaves the port it leads to, the sending port therefore gets the share of the
-    faster of its own two edges::
+    port limits the edge. In a ring, both edges at a slow port are slow. If a port sends over a slow
+    edge to a port that also sends over a slow edge, the former port therefore gets the share of the
+    faster of the two edges at it, the one out of it and the one into it::
 
         edge       0 -> 1   1 -> 2   2 -> 3   3 -> 0
         measured     16        4        4       16

@@ -113,7 +113,7 @@ class Migration:
         #: Path of each channel.
         self.routes = Routes(links, homes=context.homes, share=self._share, log=self.log)
         links.on_added(self.routes.begin)
-        #: By path that is out of use and not yet resumed: the channels that used it.
+        #: Channels that used each path that is out of use and not yet resumed.
         self._lost: dict[PathKey, tuple[int, ...]] = {}
         #: Peers to be connected again once all their paths, closed as idle, are fenced.
         self._reopening: set[int] = set()
@@ -348,9 +348,10 @@ class Migration:
     def on_opened(self, peer: int, rail: int, epoch: int, endpoint: Any) -> None:
         """Open the path with an authenticated connection of `epoch`, or close an unwanted one.
 
-        A connection is unwanted if `epoch` is not the current one, the path is not down or was
-        closed as idle, or the communicator has ended. A second connection for the current epoch of
-        a path that is up means that the peer does not use the first one, so the path fails.
+        A connection is unwanted if `epoch` is not the current one, the path is not down, the paths
+        to `peer` are closed as idle, or the communicator has ended. A second connection for the
+        current epoch of a path that is up means that the peer does not use the first one, so the
+        path fails.
 
         Parameters
         ----------

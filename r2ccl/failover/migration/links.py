@@ -147,7 +147,7 @@ class Links:
         self._on_added = route
 
     def on_later_call(self, report: Callable[[int, Landing], None]) -> None:
-        """Register ``report(peer, receive)``: a slice of a later call of `peer` is in its place."""
+        """Register ``report(peer, receive)``, called for a slice of a later call; see `deliver`."""
         self._on_later_call = report
 
     def sender(self, peer: int, channel: int) -> SendLink:
@@ -372,8 +372,8 @@ class Links:
 
         Slices of a call that has ended are dropped. For a slice without a posted receive,
         `Calls.on_unposted` is called; if that is None, the slice waits. A slice that the peer sent
-        in a later call than the one that the receive belongs to is dropped, and reported: the peer
-        has sent less in that call than this rank expects, see `on_later_call`.
+        in a later call than that of the receive is dropped, and reported (`on_later_call`): in the
+        call of the receive, the peer has sent less than this rank expects.
         """
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         while link.delivered in link.arrivals:

@@ -33,7 +33,7 @@ rank's announcement also proposes a new rail for every channel without a route, 
 higher rank uses each proposed path that is up at its end. The two ends may use different paths,
 because slices are identified by number (`r2ccl.failover.migration.link`).
 
-Invariant: no action asks for the use of a path that is not UP.
+Invariant: a path is taken into use only when its state becomes UP.
 """
 
 from __future__ import annotations

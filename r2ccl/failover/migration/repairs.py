@@ -88,8 +88,8 @@ class RepairLog:
     def fenced(self, key: PathKey, epoch: int, now: float) -> None:
         """Record that the local end of `key` is fenced after its failure in `epoch`.
 
-        Do nothing if there is no record of this failure: the path was closed as idle, or while this
-        rank leaves.
+        Do nothing if there is no record of this failure: the path was closed as idle, or failed
+        while this rank was leaving.
         """
         for repair in self._last(key, epoch):
             repair.fenced_s = now
@@ -97,7 +97,8 @@ class RepairLog:
     def awaits(self, key: PathKey, received: dict[int, int]) -> None:
         """Store the number of each channel's first missing slice after the fence of path `key`.
 
-        `received` has this number for each channel on which a slice is expected.
+        `received` has this number for each channel whose first missing slice may have been lost on
+        the path.
         """
         self._awaited[key] = received
 

@@ -29,8 +29,8 @@ class Routes:
     links : Links
         Links and paths of this rank.
     homes : sequence of int
-        Home rails: channel c of a communicator has ``homes[c % len(homes)]``. A channel uses any
-        other rail only while neither a home rail nor a bypass is up.
+        Home rails: channel c of a communicator has ``homes[c % len(homes)]``. A rail that is not in
+        `homes` is used only while neither a path on a home rail nor a bypass is up.
     share : callable
         ``share(path)``: relative bandwidth of a path, in the same unit for all paths; above 0.
     log : RepairLog

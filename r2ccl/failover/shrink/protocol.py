@@ -293,7 +293,7 @@ class Shrinking:
         ]
 
     def unbuilt(self) -> list[int]:
-        """Return the other ranks that are not gone and not known to have built this agreement.
+        """Return the other ranks that are not gone and not known to have built the communicator.
 
         Such a rank has sent no Built, or its last one differs from this rank's last View.
         """

@@ -192,8 +192,9 @@ def _gather(s: FlowState) -> tuple[int, int]:
 def _fill(s: FlowState, nports: int) -> None:
     """Compute the rates of the links in ``part_links`` by progressive filling.
 
-    Each step takes the port with the least remaining bandwidth per link without a rate, and gives
-    these links that bandwidth as their rate. `nports` is the number of ports in ``part_ports``.
+    The share of a port is its remaining bandwidth, divided by the number of its links without a
+    rate. Each step takes the port with the smallest share, and gives its links without a rate this
+    share as their rate. `nports` is the number of ports in ``part_ports``.
     """
     count = 0
     for i in range(nports):

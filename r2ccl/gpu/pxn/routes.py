@@ -126,7 +126,7 @@ class PxnRoutes:
             )  # fmt: skip
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for the copies of all routes; return whether they ended.
+        """Wait for the copies of all routes; return whether all of them ended or failed.
 
         Wait up to `timeout_s` seconds for each direction of a route; after a route whose copies did
         not end in time, do not wait for the remaining routes. Call this method only after a
@@ -145,10 +145,10 @@ class PxnRoutes:
     def close(self, timeout_s: float) -> bool:
         """Close all routes and free their memory; no slice may be in flight.
 
-        If copies of a route do not end within `timeout_s` seconds, its slots are not freed, and the
-        method does not wait for the copies of the remaining routes. If a route cannot be closed
-        because of an error, the other routes are closed nevertheless. A warning is logged in both
-        cases.
+        Wait up to `timeout_s` seconds for the copies in each direction of a route. If they do not
+        end in time, the slots of the route are not freed, and the method does not wait for the
+        copies of the remaining routes. If a route cannot be closed because of an error, the other
+        routes are closed nevertheless. A warning is logged in both cases.
 
         Returns
         -------

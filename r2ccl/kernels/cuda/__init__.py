@@ -10,9 +10,8 @@ to compile.
 
 Invariant: unless a form scales or has `is_wide`, its results with two inputs have the same bits as
 those of `r2ccl.kernels.host`; with more, the same bits as the host's kernels applied from the left.
-Exceptions: a NaN stays a NaN, but its bits may differ; of zeros with opposite signs MIN gives -0
-and MAX +0, while the host gives either for float32 and float64; and complex products equal the
-host's only if its processor has FMA.
+Exceptions: a NaN stays a NaN, but its bits may differ; and complex products equal the host's only
+if the processor of the host has FMA.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Launcher:
         Raises
         ------
         InvalidArgument
-            If the dtype does not support the op, or there are too many inputs or outputs.
+            If there is no kernel for the dtype and the op, or there are too many inputs or outputs.
         InvalidArgument, TransportError
             If `prepare` raises it.
         """
@@ -152,8 +152,8 @@ class Launcher:
         Raises
         ------
         InvalidArgument
-            If `table` is not aligned to 8 bytes, `nranks` is out of range, the dtype does not
-            support the op, or there are too many inputs or outputs.
+            If `table` is not aligned to 8 bytes, `nranks` is out of range, there is no kernel for
+            the dtype and the op, or there are too many inputs or outputs.
         InvalidArgument, TransportError
             If `prepare` or `Device.launch` raises it.
         """

@@ -102,9 +102,10 @@ def ptx_of(form: Form, capability: tuple[int, int], directory: Path | None) -> P
 
     Notes
     -----
-    *Cost*: 0.1 s for a prebuilt kernel, 0.2 ms from the cache; otherwise 0.5 to 1 s, plus 1 s the
-    first time in a process. If an entry of the cache cannot be read or is damaged, the kernel is
-    compiled. This, and a failure to write the cache, is logged at INFO.
+    *Cost*: up to 0.1 s to look for a prebuilt kernel. If there is none, 0.2 ms more from the cache;
+    to compile, 0.5 to 1 s more, plus 1 s the first time in a process. If an entry of the cache
+    cannot be read or is damaged, the kernel is compiled. This, and a failure to write the cache, is
+    logged at INFO.
     """
     check_capability(capability)
     shared = canonical(form)

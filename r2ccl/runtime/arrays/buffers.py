@@ -144,7 +144,7 @@ def like(x: Any, times: int = 0) -> Any:
     Raises
     ------
     InvalidArgument
-        If `x` cannot be viewed, or is in device memory and of another library.
+        If `x`, not an array of torch, CuPy or Numba, is in device memory or cannot be viewed.
     """
     shape = _shape(x)
     return _empty_like(x, (times, *shape) if times else shape)
@@ -186,7 +186,7 @@ def require_possible(count: int) -> None:
     Raises
     ------
     InvalidArgument
-        If it could have more.
+        If it could have 2^63 bytes or more.
     """
     if count > _MOST_ELEMENTS:
         raise InvalidArgument(

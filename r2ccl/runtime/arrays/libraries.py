@@ -33,7 +33,7 @@ class Library(Protocol):
     """Interface to an array library; every method takes an array `x` of that library."""
 
     def is_on_device(self, x: Any) -> bool:
-        """Return whether `x` is in GPU memory; if not, only `empty` may be called for `x`."""
+        """Return whether `x` is in CUDA memory; if not, only `empty` may be called for `x`."""
         ...
 
     def ordinal(self, x: Any) -> int:

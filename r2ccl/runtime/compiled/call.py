@@ -69,7 +69,7 @@ class _Ended:
 class CompiledCalls:
     """Compiled execution of the calls of one rank's communicators.
 
-    Only the thread that owns the data loop may call the methods.
+    Only the thread that owns the data loop may call the methods, unless a method says otherwise.
 
     Parameters
     ----------

@@ -183,7 +183,10 @@ class HeldPrograms:
         return program in self._members
 
     def has_link(self, peer: int, channel: int) -> bool:
-        """Return whether a held program uses the links of `peer` and `channel`."""
+        """Return whether a held program uses the links of `peer` and `channel`.
+
+        Call `has` first.
+        """
         return (peer, channel) in self._links
 
     def reserve(self, nbytes: int) -> npt.NDArray[np.uint8] | None:

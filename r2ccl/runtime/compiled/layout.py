@@ -42,8 +42,8 @@ from __future__ import annotations
     POLLS, MESSAGE, TIME, OPERANDS,
     #: Number of the connection that failed, and the errno; 0: the peer closed the connection.
     FAILED_CONN, ERRNO,
-    #: Time of the first pass of the loop without an event (0: the last pass had one), and time at
-    #: which Python called the loop.
+    #: Time of the first pass of the loop after the last one with an event or with bytes read or
+    #: written (0: there was none yet), and time at which Python called the loop.
     IDLE_SINCE, ENTERED,
     #: Address of the memory for copies of eager slices and for landing places.
     ARENA,
@@ -183,8 +183,9 @@ POSTED_EVENT, RELEASED_EVENT = 6, 7
 FINISHED = 0
 #: The caller has to handle signals and other events, and may then continue the call.
 PAUSED = 1
-#: The call goes on in Python: an event occurred that compiled code does not handle, none occurred
-#: for `SLEEP_NS`, the log is full, or all steps are done but a socket is full.
+#: The call goes on in Python: an event occurred that compiled code does not handle, nothing
+#: happened for `SLEEP_NS`, the log is full, `LIMIT` is reached or negative, or all steps are done
+#: but a socket is full.
 LEFT = 2
 #: A connection failed.
 FAILED = 3

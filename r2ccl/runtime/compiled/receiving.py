@@ -239,8 +239,8 @@ def end_fragment(state: Any, number: Any, conn: Any) -> Any:
 def confirm_early(state: Any, number: Any, conn: Any) -> None:
     """Confirm a link's last slice in the call if the socket already holds all its missing bytes.
 
-    This happens at most once in a call, only with `Config.is_resilient`, and only if all earlier
-    slices of the link are delivered.
+    This happens at most once per link in a call, only with `Config.is_resilient`, and only if all
+    earlier slices of the link are delivered.
     """
     pair, ordinal = pair_of(state, conn[TARGET_PAIR]), conn[TARGET_ORDINAL]
     # The confirmation covers all earlier slices, too.

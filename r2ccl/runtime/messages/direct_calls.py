@@ -8,8 +8,8 @@ driver, and the events of the call are passed to these requests.
 
 A call that ended in compiled code may be held and repeated (`r2ccl.runtime.compiled.call`). After
 two successive repetitions with the same peers and tags, one compiled function makes the next ones
-(`r2ccl.runtime.compiled.repeated_message`). That function keeps the driver's counts of messages
-until the held call is settled.
+(`r2ccl.runtime.compiled.repeated_message`). That function keeps the driver's counts of messages,
+which `DirectCalls._on_settled` gives back to the driver.
 """
 
 from __future__ import annotations
@@ -157,8 +157,9 @@ class DirectCalls:
         Return NOT_RUN in these cases:
 
         - A peer is this rank, `ANY` or not connected.
-        - A long message is under way, which compiled code would delay.
-        - The call receives, and another receive waits or a message to take has arrived already.
+        - An announced message is unfinished, which compiled code would delay.
+        - The call receives, and another receive waits, a message to take has arrived already, or an
+          envelope from the sender has arrived and is not handled yet.
         - A message of the call is long, and any message, receive or envelope waits.
         - The call sends, and an earlier envelope to the peer waits, or the peer may not buffer a
           short message of this size.
@@ -309,9 +310,10 @@ class DirectCalls:
         self._exchange = _RepeatedExchange(key, call, to, source, words, again)
 
     def _on_settled(self, op: int) -> None:
-        """Give the counts of messages back to the driver: the held call is settled.
+        """Give the counts of messages back to the driver, if one compiled function keeps them.
 
-        If Ctrl-C interrupts this method, it is called again.
+        Called when the held call is settled, and before the driver uses these counts otherwise. If
+        Ctrl-C interrupts this method, it is called again.
         """
         exchange = self._exchange
         if exchange is not None:
@@ -457,7 +459,7 @@ class DirectCalls:
         return all(end is None or self._driver.is_short(end.buffer.nbytes) for end in ends)
 
     def _are_long(self, *ends: DirectEnd | None) -> bool:
-        """Return whether all messages are long, and each uses one channel."""
+        """Return whether all messages are long, and compiled code can move each of them."""
         driver, sizes = self._driver, [end.buffer.nbytes for end in ends if end is not None]
         return not any(map(driver.is_short, sizes)) and all(map(driver.is_undivided, sizes))
 

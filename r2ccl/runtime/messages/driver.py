@@ -1,7 +1,8 @@
 """Exchange of messages over the links: envelopes, landing places, data.
 
-An *envelope* is an eager slice that carries a short message, announces, grants or refuses another
-message, and reports short messages as taken. Long messages are announced, and some short ones
+An *envelope* is an eager slice. It carries a short message, or announces, grants or refuses a
+message, or does none of these. Every envelope also reports how many bytes of the receiver's short
+messages its sender has taken. Long messages are announced, and some short ones
 (`MessageProtocol.send`). Each pair of ranks has one channel for envelopes, and one per home rail
 for the data of announced messages; these channels have a context id of their own. An announced
 message is sent as follows::
@@ -14,8 +15,8 @@ message is sent as follows::
 Grants and landing places are posted in the same order, and a link keeps the order of its slices, so
 both ends agree on which slice belongs to which message.
 
-Only the thread that owns the data loop may call the methods. Invariant: the memory of a message is
-neither read nor written once its request is done.
+Only the thread that owns the data loop may call the methods, unless a method says otherwise.
+Invariant: the memory of a message is neither read nor written once its request is done.
 """
 
 from __future__ import annotations
@@ -273,7 +274,11 @@ class MessageDriver(MessageProtocol):
         return not self.matching.is_empty or any(self._envelopes.values())
 
     def may_send(self, to: int, nbytes: int) -> bool:
-        """Return whether a message of `nbytes`, or its request, can be sent to rank `to` now."""
+        """Return whether a direct call may send a message of `nbytes` to rank `to` now.
+
+        Return False if an earlier envelope to rank `to` waits for a free slot, or if that rank may
+        not buffer the message (`has_room`).
+        """
         return not self._envelopes.get(self._members[to]) and self.has_room(to, nbytes)
 
     def may_receive(self, source: int, tag: int) -> bool:

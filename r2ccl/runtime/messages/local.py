@@ -3,7 +3,7 @@
 One thread at a time, whose *turn* it is, moves messages and holds a lock meanwhile. A thread that
 waits for a message moves the messages of all threads. While no thread waits, the owner of the data
 loop moves messages: at each tick, and more often while frames of this rank wait for room or the
-data of long messages moves.
+data of announced messages moves.
 
 A *direct call* is a blocking send, receive or both that runs in one call of a compiled function
 (`r2ccl.shm.one_message`). It is possible only if, at this rank, no other message of the
@@ -46,8 +46,7 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.02
 #: Duration in seconds of a sleep that lets another thread take its turn.
 _GIVE_WAY_S = 50e-6
-#: Interval in seconds at which the control thread has messages moved while some are unfinished
-#: (`LocalDriver.has_work`).
+#: Interval in seconds at which the control thread has messages moved while `LocalDriver.has_work`.
 _REST_S = 0.002
 #: Maximum number of prepared direct calls.
 _NPREPARED = 64
@@ -249,7 +248,7 @@ class LocalMessages:
         return bool(self._in_turn(self._acquire, move))
 
     def poll(self) -> None:
-        """Move messages once, unless another thread does; called by the owner of the data loop."""
+        """Move messages once, unless a thread already does; called by the data loop's owner."""
         if self.is_below:
             self._is_quiet = False  # a direct call looks at the rings of its own peers only
             return
@@ -263,7 +262,7 @@ class LocalMessages:
             self._is_quiet = False
 
     def _rest_later(self) -> None:
-        """If messages are unfinished, let the control thread have them moved in `_REST_S`."""
+        """If `LocalDriver.has_work`, let the control thread have messages moved in `_REST_S`."""
         if self.driver.has_work and not self._is_resting and not self._has_ended:
             self._is_resting = True
             self._loop.call_later(_REST_S, self._rest)

@@ -1,8 +1,8 @@
 """Exchange of messages through rings in memory that the ranks of a host share.
 
-Compiled code moves envelopes and the data of long messages as frames of the rings. A sender puts
-the data of several messages into the ring in the order in which the receiver granted the messages.
-An envelope for which a ring has no room waits in a queue.
+Compiled code moves envelopes and the data of announced messages as frames of the rings. A sender
+puts the data of several messages into the ring in the order in which the receiver granted the
+messages. An envelope for which a ring has no room waits in a queue.
 
 Only one thread at a time may call the methods.
 """
@@ -77,7 +77,7 @@ class LocalDriver(MessageProtocol):
 
     @property
     def has_work(self) -> bool:
-        """True if envelopes of this rank wait for room, or data of long messages is moving."""
+        """True if envelopes of this rank wait for room, or data of announced messages is moving."""
         return bool(self._nmoving or self._nqueued)
 
     @property

@@ -69,7 +69,7 @@ class Matching:
         self._takers: deque[Any] = deque()
 
     def taker_of(self, envelope: Envelope) -> Any:
-        """Remove and return the first kept receive that matches a new message; None: none does."""
+        """Remove and return the first kept receive that matches a new message, or return None."""
         for taker in self._takers:
             if _fits(taker, envelope):
                 self._takers.remove(taker)

@@ -83,7 +83,7 @@ class MessageRequest:
         ConcurrentCalls
             If the caller is a signal handler that interrupted a call of its thread.
         R2cclError
-            If the communicator has ended.
+            If the communicator has ended before the request was done.
         """
         request = self._request
         try:
@@ -225,8 +225,9 @@ class Way(Protocol):
     def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
         """Run the direct call that `begin` prepared for `key`, with arrays of the same form.
 
-        Return NOT_RUN if there is no such call, the form of an array differs, or the communicator
-        has ended, and in the cases in which `begin` returns NOT_RUN.
+        The form is that of `r2ccl.shm.arrays.form_of`. Return NOT_RUN if there is no such call, the
+        form differs, or the communicator has ended, and in the cases in which `begin` returns
+        NOT_RUN.
 
         Raises
         ------
@@ -401,7 +402,7 @@ class Messenger(MessageCaller):
         """Begin to send `x` to rank `to`; first connect paths to that rank if there are none.
 
         `x` must not change until the request is done. If `is_synchronous`, the request is done only
-        after a receive has taken the message.
+        after a receive has taken the message, or the peer has refused it.
         """
         driver = self.way.driver
 

@@ -17,7 +17,7 @@ from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
 
 
 class NotRun:
-    """Type of `NOT_RUN`: no direct call ran, so the caller has to make a request instead."""
+    """Type of `NOT_RUN`: no direct call ran, so the caller has to send or receive otherwise."""
 
 
 NOT_RUN = NotRun()

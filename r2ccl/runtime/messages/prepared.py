@@ -67,7 +67,7 @@ class PreparedCall(ABC):
 
     @abstractmethod
     def lanes(self, sent: DirectEnd | None, received: DirectEnd | None) -> HostLanes:
-        """Return the memory of the plan."""
+        """Return the memory that the steps of the plan use in a call with these ends."""
 
     @abstractmethod
     def pack(
@@ -262,9 +262,10 @@ class PreparedLong(PreparedCall):
         driver.note_long(sent.peer, self._part(_GRANTED))
 
     def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
-        """Implement `PreparedCall.take`; never None: a call with another request does not end here.
+        """Implement `PreparedCall.take`, but never return None.
 
-        Compiled code compares the request, and leaves the call if it is not the expected one.
+        Compiled code compares the request. If the request is not the expected one, compiled code
+        leaves the call, and this method is not called.
         """
         return driver.take_long(self._part(_REQUESTED), received.peer)
 

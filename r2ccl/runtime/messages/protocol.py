@@ -99,7 +99,7 @@ class MessageProtocol(ABC):
         """Begin to send `view` to rank `to`; `view` is borrowed until the request is done.
 
         `dtype` is the number of the dtype. `to` may be this rank. If `is_synchronous`, the request
-        is done only after a receive has taken the message.
+        is done only after a receive has taken the message, or the peer has refused it.
         """
         request = self._new_send(self._members[to], view)
         if to == self._rank:

@@ -50,7 +50,7 @@ class Host:
         self.actor = actor
         self.clock: Clock = {actor: 1}
         #: Number of the last NIC write that the host has seen, by actor, on cards that reorder NIC
-        #: writes. Work enqueued by the host sees only the writes that `clock` covers too.
+        #: writes. Work that the host enqueues sees such a write only if `clock` covers it as well.
         self.unflushed: Clock = {}
 
     @property

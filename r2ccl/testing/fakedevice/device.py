@@ -74,8 +74,8 @@ class FakeDevice(FakeProcess):
         By every method that accesses memory or runs work, if two accesses to the same bytes are not
         ordered and at least one of them is a write.
     StillInUse
-        By every method that frees a resource, if work that uses it may be in progress, or if it
-        is memory that another process maps.
+        By every method that frees a resource, if work that uses the resource may be in progress. By
+        `free`, also if another process maps the memory.
     WouldHang
         By every method that enqueues work, if it waits longer than ``FakeGpu.patience_s``. With
         ``FakeGpu.is_serial``, also by every method that manages memory or loads kernels.

@@ -2,7 +2,8 @@
 
 A kernel whose arguments are the addresses of its operands declares the memory that it touches. A
 kernel that reads these addresses from a table cannot declare its memory, because the host may fill
-the table after the launch. The kernels give the same bits as `r2ccl.kernels.cuda`.
+the table after the launch. The kernels give the same bits as those of `r2ccl.kernels.cuda`, except
+in the cases in which these differ from the host's.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class LabJob:
     def close(self) -> None:
         """End the ranks that still run, and close the pipes of all ranks.
 
-        Each of these ranks gets SIGTERM and, if it still runs after `TERM_GRACE_S`, SIGKILL.
+        A rank that still runs gets SIGTERM and, if it has not ended after `TERM_GRACE_S`, SIGKILL.
         A second call does nothing.
 
         Raises

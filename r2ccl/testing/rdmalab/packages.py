@@ -170,7 +170,7 @@ def _link_pyverbs(say: Callable[[str], None]) -> None:
     link = Path(sysconfig.get_path("platlib"), "pyverbs")
     say(f"linking {DISTRIBUTION_PYVERBS} into {link.parent}")
     try:
-        if link.is_symlink():  # to nothing: otherwise pyverbs could be imported
+        if link.is_symlink():  # a dangling link: otherwise pyverbs could be imported
             link.unlink()
         link.symlink_to(DISTRIBUTION_PYVERBS)
     except OSError as exc:

@@ -67,7 +67,8 @@ class SimOutcome(msgspec.Struct, frozen=True):
     trace : list of tuple
         Actions of the network and the ranks; each tuple begins with the virtual time in seconds.
     repairs : int
-        Number of records of path failures, counted at each end, whether repaired or not.
+        Number of records of paths that failed or were excluded (`Repair`), counted at each end,
+        whether repaired or not.
     interruption_s : float
         Time in seconds from the first failure of a path until the first slice that was missing at
         a fence began to arrive; 0 if no such slice arrived.

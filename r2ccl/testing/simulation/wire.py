@@ -158,7 +158,7 @@ class WirePiece:
     def __init__(self, message: SimMessage, is_last: bool) -> None:
         self.message = message
         self.is_last = is_last
-        #: True if a cut lost this piece: its scheduled arrival is ignored.
+        #: True if a cut lost this piece or replaced it by a copy: its scheduled arrival is ignored.
         self.is_lost = False
 
 

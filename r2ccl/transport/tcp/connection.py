@@ -36,7 +36,7 @@ class QueuedSlice:
 class NamedPlace:
     """Landing place that was announced to the peer.
 
-    ``rest`` is the part behind the last fragment whose header has been read.
+    ``rest`` is the part after the last fragment whose header has been read.
     """
 
     __slots__ = ("ack", "began_s", "is_confirmed", "rest")

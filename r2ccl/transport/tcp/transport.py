@@ -324,6 +324,8 @@ class TcpTransport(PreconnectedTransport):
     def fence(self, path: PathKey) -> None:
         """Close the socket of `path`; `poll` reports `Fenced` even if the path was not open.
 
+        If a slice was confirmed before all of it was read, the rest is read first.
+
         Raises
         ------
         InternalError

@@ -299,7 +299,8 @@ class RdmaDevice:
         Raises
         ------
         TransportError
-            If there is none: the device was removed. Its descriptor then stays readable.
+            If there is no notification although the descriptor is readable: the device was removed.
+            The descriptor then stays readable.
         """
         try:
             self.channel.get_cq_event(self.cq)
@@ -470,7 +471,13 @@ class RdmaDevice:
                 self._note_removal(exc)
 
     def close(self) -> None:
-        """Free all resources; queue pairs and memory regions must be closed already."""
+        """Free all resources; queue pairs and memory regions must be closed already.
+
+        Raises
+        ------
+        PyverbsError
+            If the device refuses for another reason than its removal.
+        """
         self._poller = self._nic = None
         try:
             self._opened.close()
@@ -478,7 +485,7 @@ class RdmaDevice:
             self._note_removal(exc)
 
     def _note_removal(self, exc: PyverbsError) -> None:
-        """Log the removal of the device that `exc` shows; raise `exc` if it shows another error."""
+        """Log once that the device was removed; raise `exc` if it shows another error."""
         if getattr(exc, "error_code", None) not in _REMOVED:
             raise exc
         if not self._is_removed:
@@ -517,9 +524,10 @@ def _openable(name: str) -> Iterator[None]:
 
 
 def _without_repeats(completions: Iterable[Any]) -> Iterator[Any]:
-    """Skip flushed requests whose wr_id and queue pair repeat those of an earlier one.
+    """Yield the completions, except flushed ones that repeat an earlier flushed one.
 
-    A queue pair that failed flushes dozens of receive requests, and reading a completion is slow.
+    A repetition has the same wr_id and queue pair. A queue pair that failed flushes dozens of
+    receive requests, and reading a completion is slow.
     """
     told: set[tuple[int, int]] = set()
     for each in completions:

@@ -54,7 +54,7 @@ class LandingPlace:
 
 
 class Outgoing:
-    """Cleared slice that waits for room in the send queue, and until no message waits."""
+    """Cleared slice that is sent once no message waits and the send queue has room."""
 
     __slots__ = ("frame", "token", "view")
 

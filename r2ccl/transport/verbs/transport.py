@@ -622,7 +622,11 @@ class VerbsTransport:
                 self._events.append(RailChanged(self._first_rail + nic, is_up))
 
     def _fail(self, end: VerbsEndpoint, status: str, detail: str) -> None:
-        """Report the failure of an end that is open, or that joins; do nothing after the first."""
+        """Report the first failure of an end; do nothing for a later failure, or a fenced end.
+
+        The failure of an open end is reported as `Failed`, that of an end not yet opened as
+        `Joined`.
+        """
         if end.state is EndpointState.LIVE:
             self._events.append(Failed(end.path, status, detail))
         elif end.state is EndpointState.JOINING:
