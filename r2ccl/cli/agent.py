@@ -117,8 +117,8 @@ class _Agent:
     async def run(self) -> int:
         """Serve the launcher until the ranks or the link end, or `leave` is called; end the ranks.
 
-        Return the exit status of the agent. Raise the first error of a task, which ends the agent:
-        the launcher could not continue without the answers of the task.
+        Return the exit status of the agent. If one of the agent's tasks failed, raise its error:
+        the launcher could not continue without the answers of that task.
         """
         obeying = asyncio.create_task(self._obey())
         leaving = asyncio.create_task(self._is_leaving.wait())

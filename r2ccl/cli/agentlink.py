@@ -115,7 +115,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a request that failed; ``text`` says why."""
+    """Answer to a `Resolve`, `Listen` or `Start` that failed; ``text`` says why."""
 
     text: str
 

@@ -77,9 +77,11 @@ def run(args: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgument
-        If an option is refused, or the file of ``--json`` cannot be written.
+        If an option is refused before the ranks connect, or the results cannot be written to the
+        file of ``--json``.
     Exception
-        If a rank that this process starts fails; see `r2ccl.cli.lines.launch_printing`.
+        If this rank fails (`r2ccl.cli.perf.measure.run`), or a rank that this process starts
+        (`r2ccl.cli.lines.launch_printing`).
     """
     from r2ccl.cli.perf import measure  # these import NumPy and r2ccl.runtime
     from r2ccl.cli.perf.options import options_of

@@ -19,7 +19,7 @@ from r2ccl.topology.interfaces import select
 
 
 class DoctorFindings(msgspec.Struct, frozen=True):
-    """All findings of ``r2ccl doctor``, by section; ``sharing`` is the one about shared memory."""
+    """Findings about a machine, by section; ``sharing`` is the one about shared memory."""
 
     rails: tuple[DoctorFinding, ...]
     sharing: DoctorFinding
@@ -31,9 +31,10 @@ class DoctorFindings(msgspec.Struct, frozen=True):
 class Capabilities(msgspec.Struct, frozen=True):
     """Rails, transports within the host, and GPUs that ranks on this machine will use.
 
-    ``rdma`` and ``tcp`` name the rails between hosts, except the last-resort rail, rails that are
-    declared failed, and loopback. ``shm`` is True if ranks of this host share memory, ``loopback``
-    if they can use TCP among themselves. Both are False if `r2ccl.init` refuses the settings.
+    ``rdma`` and ``tcp`` name the rails between hosts, except the rail of R2CC_LAST_RESORT, rails
+    that are declared failed, and loopback. ``shm`` is True if ranks of this host share memory,
+    ``loopback`` if they can use TCP among themselves. Both are False if `r2ccl.init` refuses the
+    settings.
     ``gpus`` are the numbers of the GPUs whose memory collectives accept.
     """
 

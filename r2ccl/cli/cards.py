@@ -15,8 +15,9 @@ from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
 class Card(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a GPU that CUDA lists, and the results of the tests run on it.
 
-    ``ordinal`` is CUDA's number of the GPU in this process, ``capability`` its compute capability,
-    ``nsms`` its number of streaming multiprocessors, and ``memory_nbytes`` its total memory.
+    ``ordinal`` is CUDA's number of the GPU among those that CUDA_VISIBLE_DEVICES leaves visible,
+    ``capability`` its compute capability, ``nsms`` its number of streaming multiprocessors, and
+    ``memory_nbytes`` its total memory.
     ``waits_on_memory`` is True if streams of the GPU can wait on memory values. ``has_dmabuf`` is
     the driver's attribute DMA_BUF_SUPPORTED, and ``is_rdma_capable`` its attribute
     IS_GPU_DIRECT_RDMA_CAPABLE of an allocation.

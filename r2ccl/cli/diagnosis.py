@@ -310,7 +310,7 @@ def examine(facts: Facts, *, is_required: bool = False) -> tuple[DoctorFinding, 
 
 
 def is_usable(findings: tuple[DoctorFinding, ...]) -> bool:
-    """Return True if a check succeeded and none failed; at least one port can then be used."""
+    """Return True if at least one finding is ``ok`` and none is an error; warnings may remain."""
     levels = {finding.level for finding in findings}
     return "ok" in levels and "error" not in levels
 

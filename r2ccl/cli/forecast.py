@@ -48,7 +48,7 @@ class Scenario(msgspec.Struct, frozen=True):
         return self.nnodes * self.ranks_per_node
 
     def cluster(self, *, is_healthy: bool) -> ClusterShape:
-        """Return the cluster: without lost and slow NICs if `is_healthy`, else with them."""
+        """Return the cluster; if `is_healthy`, none of its NICs is lost or slow."""
         shares = {} if is_healthy else {(node, nic): share for node, nic, share in self.slow}
         shares |= {} if is_healthy else dict.fromkeys(self.lost, 0)
         rows = tuple(
@@ -96,7 +96,7 @@ class Comparison(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-#: Returns the simulated time of a choice in seconds, None if it is too large to simulate.
+#: Returns the simulated time of a choice in seconds, None if the choice is not simulated.
 Simulate = Callable[[ClusterShape, Choice], float | None]
 
 
@@ -168,9 +168,9 @@ def compare(scenario: Scenario, *, is_simulated: bool = True) -> Comparison:
     Notes
     -----
     *Cost*: planning takes 0.3 s for 64 nodes with 8 NICs. Simulations of more than `_MOST_SLICES`
-    slices, and of gather, scatter and alltoall on more than `_DIRECT_NODES` nodes, are left out and
-    named in the notes. The first simulation on a machine compiles the simulator, which takes up to
-    30 s.
+    slices, of gather, scatter and alltoall on more than `_DIRECT_NODES` nodes, and of schedules in
+    which two ranks without a common rail exchange data, are left out and named in the notes. The
+    first simulation on a machine compiles the simulator, which takes up to 30 s.
 
     Raises
     ------

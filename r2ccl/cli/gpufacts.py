@@ -60,7 +60,7 @@ def read_cuda(
 
 
 def last_line(said: str, decoder: msgspec.json.Decoder[_T], default: _T) -> _T:
-    """Return the last line of `said` that `decoder` can decode; `default` if there is none."""
+    """Decode the last line of `said` that `decoder` can decode; return `default` if none is."""
     found = default
     for line in said.splitlines():
         with suppress(msgspec.DecodeError):  # output of a library, or a line cut off by a crash
@@ -71,7 +71,8 @@ def last_line(said: str, decoder: msgspec.json.Decoder[_T], default: _T) -> _T:
 def last_told(ended: Ended) -> CudaFacts:
     """Return the last facts that a process printed, with the error of the process in ``died``.
 
-    Facts are lines with a `CudaFacts` as JSON; other lines are ignored.
+    Facts are lines with a `CudaFacts` as JSON; other lines are ignored. If the process printed no
+    facts, only ``doing``, which is "starting", and ``died`` are set.
     """
     facts = last_line(ended.said, _facts_decoder, CudaFacts(doing="starting"))
     died = ended.error or ("it ended without an error message" if facts.doing else "")

@@ -44,8 +44,8 @@ _MAP_TIMEOUT_S = 40.0
 _FORM = Form(dtype_code=CODES[np.dtype(np.float32)], op=ReduceOp.SUM)
 _errors_decoder = msgspec.json.Decoder(list[str])
 
-#: Function that maps allocations of another process, given as (GPU ordinal, IPC handle). It returns
-#: one error message per allocation, empty if the allocation could be mapped.
+#: Function that has another process map allocations of this process, given as (GPU ordinal, IPC
+#: handle). It returns one error message per allocation, empty if the allocation could be mapped.
 Mapper = Callable[[Sequence[tuple[int, bytes]]], list[str]]
 
 

@@ -12,8 +12,8 @@ import msgspec
 from r2ccl.errors import InvalidArgument
 
 #: ``name`` or ``[IPv6 address]``, with or without ``user@`` before it and ``:slots`` after it. A
-#: name does not begin with ``-``, which ssh would take as an option. `int` refuses numbers of
-#: thousands of digits.
+#: name does not begin with ``-``, which ssh would take as an option. Slots have at most six digits,
+#: because `int` raises an error for a number of thousands of digits.
 _HOST = re.compile(
     r"(?P<name>(?:[\w.][\w.-]*@)?(?:\[[\da-fA-F:.]+(?:%\w+)?\]|\w[\w.-]*))(?::(?P<slots>\d{1,6}))?"
 )
@@ -42,7 +42,10 @@ class JobHost(msgspec.Struct, frozen=True):
 
     @property
     def is_here(self) -> bool:
-        """True if ``name`` is a name of this host, on which ranks are started without ssh."""
+        """True if ``name`` is in `_HERE` or is this host's own name; no ssh is then needed.
+
+        With ``user@``, and for the other names and addresses of this host, it is False.
+        """
         own = socket.gethostname()
         return self.name in (*_HERE, own, own.partition(".")[0])
 
@@ -55,7 +58,7 @@ def parse_hosts(text: str) -> list[JobHost]:
     Raises
     ------
     InvalidArgument
-        If the list is empty or malformed, or gives a host no slot.
+        If the list is empty or malformed, or gives a host 0 slots.
     """
     found = []
     for item in text.split(","):
@@ -79,7 +82,7 @@ def read_hostfile(path: str) -> list[JobHost]:
     Raises
     ------
     InvalidArgument
-        If the file cannot be read, is malformed, names no host, or gives a host no slot.
+        If the file cannot be read, is malformed, names no host, or gives a host 0 slots.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()

@@ -124,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgument
-        If an argument is wrong, or the command cannot be run.
+        If an argument is wrong, the command cannot be run, or the file of ``--json`` cannot be
+        written.
     R2cclError
         If the agent of a host cannot be started, or ends during the start.
     """

@@ -91,9 +91,10 @@ def main(args: argparse.Namespace) -> int:
 
     The status is 0 if no rank failed and every fault fired. If a rank failed, it is that of the
     failed rank with the lowest number, or 128 + the signal number if a signal ended it. It is 124
-    after a timeout, 65 if no rank failed but a fault did not fire, 2 for a wrong command line, and
-    69 if this machine cannot build or remove a lab, or a fault could not be applied or undone. With
-    ``--clean`` it is 0. With ``--enter`` the command replaces this process.
+    after a timeout, 65 if no rank failed but a fault did not fire, 2 for a wrong command line or if
+    the file of ``--json`` cannot be written, and 69 if this machine cannot build or remove a lab,
+    or a fault could not be applied or undone. With ``--clean`` it is 0 once the remains are
+    removed. With ``--enter`` the command replaces this process.
     """
     try:
         if args.json is not None and (args.clean or args.enter):

@@ -26,8 +26,9 @@ class LocalRail(NamedTuple):
     """Interface or RDMA port that is a rail.
 
     ``is_failed`` is True if R2CC_FAILED_NICS declares its NIC failed; entries that give the host by
-    its number do not count. ``is_last_resort`` is True if the rail carries data only between ranks
-    that have no other rail left.
+    its number do not count. ``is_last_resort`` is True if R2CC_LAST_RESORT makes the interface a
+    rail, for ranks that have no other rail in common. It is always False if there are RDMA rails,
+    although all TCP rails are then the last resort.
     """
 
     name: str

@@ -60,8 +60,13 @@ def main(args: argparse.Namespace) -> int:
 
     The status is that of the program, 124 if the timeout passes while the program runs, 2 for a
     wrong command line, 69 if a requirement is missing and cannot be installed, and 70 if the
-    virtual machine could not be started in time, or failed. With ``--prepare`` it is 0 once all
-    requirements are installed.
+    virtual machine could not be started, was not ready in time, or failed. With ``--prepare`` it is
+    0 once all requirements are installed.
+
+    Raises
+    ------
+    InvalidArgument
+        If the results cannot be written to the file of ``--json`` after the run.
     """
     try:
         command = _command(args)

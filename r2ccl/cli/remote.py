@@ -3,8 +3,8 @@
 A start has four steps:
 
 1. The launcher starts the agents of all hosts and waits for their greetings.
-2. If there is a second host, its agent resolves the name of the first host, because a host often
-   has a loopback address for its own name.
+2. If there is a second host, its agent resolves the name by which the hosts reach the first host,
+   because a host often has a loopback address for its own name.
 3. The agent of the first host opens the socket of the rendezvous.
 4. All agents start their ranks.
 """
@@ -55,7 +55,7 @@ _T = TypeVar("_T")
 
 #: Time limit in seconds for the agent of a host to answer; it includes the login.
 _LOGIN_S = 60.0
-#: Time limit in seconds for the ssh process to end after the link to its agent was closed.
+#: Time limit in seconds for the process of an agent, usually ssh, to end after its link was closed.
 _CLOSE_S = TERMINATION_GRACE_S + 1.0
 
 
@@ -206,8 +206,8 @@ class RemoteRanks:
     def signal(self, number: int) -> None:
         """Have the agent send a signal to its ranks.
 
-        After SIGKILL, also kill the process that `open` started, unless it ends within
-        `TERMINATION_GRACE_S`: ssh or, if the ranks are on this host, the agent itself.
+        After SIGKILL, also kill the process that `open` started (ssh or, if the ranks are on this
+        host, the agent itself) if that process has not ended within `TERMINATION_GRACE_S`.
         """
         if self._link is not None:
             self._link.post(SendSignal(number))
@@ -220,9 +220,10 @@ class RemoteRanks:
                 self._process.kill()
 
     async def close(self) -> None:
-        """Close the link, so that the agent ends its remaining ranks; wait for the ssh process.
+        """Close the link, so that the agent ends its remaining ranks, and wait for its process.
 
-        An ssh process that does not end within `_CLOSE_S` is killed.
+        The process, which `open` started, is killed if it does not end within `_CLOSE_S`, and at
+        once if the agent has not answered.
         """
         if self._link is not None:
             await self._link.close()
@@ -246,7 +247,7 @@ async def start(
     address: str,
     port: int,
 ) -> None:
-    """Start the agents of all hosts, which start all ranks.
+    """Start an agent on every host, and have the agents start all ranks.
 
     Parameters
     ----------

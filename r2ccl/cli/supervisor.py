@@ -137,7 +137,7 @@ class Supervisor:
                 self._lose_output(exc)
 
     def _lose_output(self, exc: OSError) -> None:
-        """End the ranks, because their output cannot be written, as after the end of ``head``."""
+        """End the ranks, because their output cannot be written, for example without a reader."""
         self._has_lost_output = True
         discard_output()
         is_pipe = isinstance(exc, BrokenPipeError)

@@ -9,8 +9,8 @@ A program for CuPy changes one import::
 
 The `Backend` returned has CuPy's collectives, ``barrier`` and ``stop``. It has no ``send``,
 ``recv`` or ``send_recv``, because `Communicator` sends messages from host memory only. Arrays may
-be CuPy's or NumPy's, of any dtype that r2ccl supports. An array that is not C-contiguous raises
-`InvalidArgument`. The only exception is a NumPy array of which all elements are read and none is
+be CuPy's or NumPy's, of any dtype that r2ccl supports. An array that is not C-contiguous is refused
+with `InvalidArgument`, unless it is a NumPy array of which all elements are read and none is
 written.
 
 This module does not import CuPy.

@@ -67,8 +67,9 @@ def run(
         Addresses of workers, in rank order. Each needs a free thread, in which `function` runs as a
         task. Default: all workers, sorted by address.
     on_error : {"raise", "return"}
-        Handling of exceptions after all ranks have ended. "raise": raise one of them, preferably
-        the cause of the others. "return": return each in place of the result of its rank.
+        What `run` does with exceptions of ranks, once all ranks have ended. "raise": raise one of
+        them, preferably the cause of the others. "return": return each in place of the result of
+        its rank.
     **settings
         Fields of `Config`; they take precedence over the ``R2CC_*`` variables of the workers.
 

@@ -256,12 +256,15 @@ def _problem(comm: Communicator, options: PerfOptions) -> str | None:
 def run(options: PerfOptions) -> int:
     """Measure every case on this rank; rank 0 prints.
 
-    Return the exit status: 0, 1 if an element is wrong, or 2 if an option is refused.
+    Return the exit status: 1 if a result is wrong; 2 if ``-r`` is out of range, or the check before
+    the measurement finds that the file of ``--json`` cannot be written; otherwise 0.
 
     Raises
     ------
     InvalidArgument
         In rank 0, if the results cannot be written to the file of ``--json``.
+    R2cclError
+        If `r2ccl.init` or a measured call raises it.
     """
     rows: list[dict[str, Any]] = []
     with init() as comm, ExitStack() as stack:

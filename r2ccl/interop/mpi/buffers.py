@@ -327,7 +327,7 @@ def _offset(displacement: Any, datatype: Any, nbytes: int) -> int:
 def inferred_count(nbytes: int, datatype: Any, nblocks: int = 1) -> int:
     """Return the number of elements per block if `nblocks` equal blocks fill `nbytes`.
 
-    Raise ValueError if they cannot fill it, or the extent of `datatype` is not positive.
+    Raise ValueError if they cannot fill it, or `datatype` is null or has no positive extent.
     """
     if not nbytes:
         return 0
@@ -347,8 +347,9 @@ def inferred_count(nbytes: int, datatype: Any, nblocks: int = 1) -> int:
 
 
 def _extent_of(datatype: Any, purpose: str) -> int:
-    """Return the extent of `datatype` in bytes; raise ValueError if it is not positive.
+    """Return the extent of `datatype` in bytes.
 
+    Raise ValueError if the datatype is null, or its extent is not positive.
     `purpose` completes "cannot ..." in the message.
     """
     if datatype == MPI.DATATYPE_NULL:

@@ -53,7 +53,7 @@ def require_status(status: Any) -> None:
         raise TypeError(f"status={status!r}: an MPI.Status or None is needed")
 
 
-#: Outcome of a call that received no message, except from ``MPI.PROC_NULL``.
+#: Outcome of a call that received no message; a receive from ``MPI.PROC_NULL`` has another outcome.
 EMPTY = CallOutcome()
 
 

@@ -59,7 +59,7 @@ _INSTEAD = {
 
 
 class Connections:
-    """Connections of a `Comm`, which all communicators made from it share.
+    """Connections of a `Comm`, the *first* `Comm`, which all communicators made from it share.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class Connections:
         atexit.register(self._leave)
 
     def keep(self, request: MessageRequest) -> None:
-        """Hold a buffered message until it is sent or, if it fails, until `flush` has raised that.
+        """Hold a buffered message until it is sent or, if it fails, until `flush` raises its error.
 
         Any thread may call this method.
         """

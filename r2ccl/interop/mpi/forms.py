@@ -1,8 +1,8 @@
 """Methods of mpi4py, made from functions that return a `Call` or `MessageCall`.
 
 Up to three methods are made from each function: blocking, nonblocking and persistent, such as
-``Bcast``, ``Ibcast`` and ``Bcast_init``. Collectives on objects have only the blocking method
-(`on_objects`).
+``Bcast``, ``Ibcast`` and ``Bcast_init``. Collectives on objects have only the blocking method,
+made from a function that runs the collective itself (`on_objects`).
 """
 
 from __future__ import annotations

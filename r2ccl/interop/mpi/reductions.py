@@ -109,9 +109,10 @@ def _elementwise(run: Callable[..., Any], sendbuf: Any, recvbuf: Any, op: Any) -
 
 
 def _at_start(run: Callable[..., Any], received: BufferSpec, count: int, op: Any) -> Call:
-    """Return a call that reduces `received` over all ranks, in place, and scatters the result.
+    """Return the call of a reduce-scatter with MPI.IN_PLACE, whose input is in `received`.
 
-    This rank's part, which has `count` elements, is written to the start of `received`.
+    This rank's part of the result, which has `count` elements, is written to the start of
+    `received`.
     """
     found, dtype = reduction(op, received.datatype)
     x = received.elements(dtype)
@@ -128,10 +129,10 @@ def _call(
     *operands: Array,
     finish: Callable[[], None] = nothing,
 ) -> Call:
-    """Return the call ``prepare(*operands)(async_op=...)``, which gets aligned operands.
+    """Return the call that runs ``prepare(*operands)(async_op=...)``, with aligned operands.
 
-    The call writes to those operands that are writable. After each run, ``finish()`` is called; see
-    `Call`.
+    It runs on copies of the operands that are not aligned. After each run, the copy of a writable
+    operand is copied back, and ``finish()`` is called; see `Call`.
     """
     aligned = [each if each.flags.aligned else np.empty_like(each) for each in operands]
     run = prepare(*aligned)

@@ -468,8 +468,8 @@ def _first(
 ) -> tuple[int, bool]:
     """Return the index of the first active request that is done, and True.
 
-    If none is done, return MPI.UNDEFINED, and True only if no request is active; `status` is then
-    empty.
+    If none is done, return MPI.UNDEFINED and False. If no request is active, return MPI.UNDEFINED
+    and True, and write an empty outcome to `status`.
     """
     require_status(status)
     active = _active(requests)

@@ -39,8 +39,8 @@ class QueuedCall:
     result : list of Tensor
         Tensors that hold the result; the value of the future.
     stream : torch.cuda.Stream, optional
-        Current stream while the function and the callbacks of the future run. Default: that of the
-        thread that runs them.
+        Current stream while the function runs, and while those callbacks of the future run that
+        were added before the call has ended. Default: that of the thread that runs them.
     """
 
     __slots__ = ("_done", "_ended", "_fn", "_future", "_stream", "error", "has_ended", "result")

@@ -105,8 +105,8 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
         ``ranks[i]`` becomes rank i of the new group. *Collective*: all ranks of this group, which
         may make several new groups at once: the ranks of one new group pass the same `ranks`.
         `timeout`, by default that of this group, limits the calls of the new group; see
-        `timeout_s_of` for the cases in which it has no effect. `opts` and `device_types` never have
-        one.
+        `timeout_s_of` for the cases in which it has no effect. `opts` and `device_types` have no
+        effect.
         """
         rank = self.communicator.rank
         is_in = rank in ranks

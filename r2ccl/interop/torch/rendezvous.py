@@ -22,7 +22,8 @@ from r2ccl import Communicator, TransportError, TransportTimeout, init
 from r2ccl.clock import monotonic
 from r2ccl.interop.rank_exchange import RankExchange
 
-#: Variable by which `r2ccl launch` passes a listening socket at R2CC_PORT, for use without a store.
+#: Variable by which `r2ccl launch` passes to rank 0 a socket that listens at R2CC_PORT. Ranks that
+#: meet through a store do not use the socket, but rank 0 must then listen at another port.
 _LISTENER = "R2CC_LISTEN_FD"
 _TIMEOUT = "R2CC_TIMEOUT_S"
 _PREFIX = "r2ccl"

@@ -222,7 +222,10 @@ class MessageWork(_AnyWork):
         return self.source_rank()
 
     def get_future(self) -> Any:
-        """Return a future whose value is the list of tensors; a new thread completes it."""
+        """Return a future; its value is the list of tensors, or it raises the message's error.
+
+        A new thread completes the future.
+        """
         first = torch.futures.Future()
 
         def value(_: object) -> list[Any]:
