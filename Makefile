@@ -11,6 +11,8 @@ export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/matplotlib
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/torchinductor
 # The tests start hundreds of processes. Some images set this; each process would compile all of r2ccl.
 unexport PYTHONDONTWRITEBYTECODE
+# In each process that imports NumPy, OpenBLAS starts a thread per core, which takes 0.1 s of CPU time.
+test test-slow test-all test-torch test-interop test-matrix: export OPENBLAS_NUM_THREADS ?= 1
 # Tests to run: a list of folders, files or file::test. By default, `make test` runs the tests of all
 # folders that are not marked as slow. Tests named in TESTS run even if they are marked as slow.
 TESTS ?=

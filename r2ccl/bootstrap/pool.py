@@ -175,8 +175,8 @@ class LaunchPool:
         Notes
         -----
         The ranks keep what they have imported: after a change to the file of a module, make a new
-        pool. Lines that ranks write appear as with `launch`; lines written between two calls appear
-        during the second.
+        pool. Lines that ranks write appear as with `launch`. In a notebook, and wherever else these
+        lines pass through this process, lines written between two calls appear during the second.
         """
         self._require_usable()
         limit_s = parse_timeout(timeout_s, "launch_pool")

@@ -356,15 +356,19 @@ class CompiledCalls:
         self.held = None
 
     def is_interrupted(self) -> bool:
-        """Return whether the transport has events that do not concern the running or held calls.
+        """Return whether the transport must be polled for more than the running or held calls.
 
-        Earlier wake-ups by `wake` of the transport have no effect afterwards.
+        This is so if another socket is ready, or if a probe is in flight or its result not polled
+        yet. A `wake` of the transport before this call does not end a later `poll`.
         """
         conns = self._conns if self.held is None else self.held.conns.values()
         return self._transport.has_other_events(conns)
 
     def has_other_events(self, plan: Plan) -> bool:
-        """Return whether the transport has events that do not concern the next call, of `plan`."""
+        """Return whether the transport must be polled for more than the next call, of `plan`.
+
+        See `is_interrupted`.
+        """
         program = self._program_of(plan)
         return self._transport.has_other_events([] if program is None else program.conns)
 

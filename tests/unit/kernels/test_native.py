@@ -180,7 +180,7 @@ def test_modules_whose_constants_are_compiled_count_as_sources(
     assert {"one_message.py", "native.py", "types.py"} <= read
 
 
-def test_a_change_of_an_imported_module_changes_the_digest_of_sources(
+def test_a_changed_import_changes_the_digest_of_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "r2ccl" / "kernels"
