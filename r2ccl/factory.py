@@ -400,7 +400,7 @@ def _named_wrapper(config: Config) -> Callable[[Transport, int], WrappedTranspor
     if not name and config.fault_plan:
         raise InvalidArgument(
             f"R2CC_FAULT_PLAN={config.fault_plan} is set, but R2CC_TRANSPORT_WRAPPER is not, so no "
-            "fault is injected: set R2CC_TRANSPORT_WRAPPER to "
+            "fault would be injected: set R2CC_TRANSPORT_WRAPPER to "
             "r2ccl.testing.fault_plan:wrap_by_env, or unset R2CC_FAULT_PLAN"
         )
     try:

@@ -428,7 +428,10 @@ class Leader:
         else:
             text = message.text if isinstance(message, MeetingFailed) else "unexpected message"
             self._give_up(member.rank)
-            self._fault(f"rank {member.rank} failed: {text}")
+            if text.startswith(f"rank {member.rank}:"):
+                self._fault(text)
+            else:
+                self._fault(f"rank {member.rank} failed: {text}")
 
     async def _tell_everyone(self, message: Greeting) -> None:
         body = encode(message)

@@ -302,28 +302,18 @@ class LaunchPool:
         Return None if all ranks returned. `outcomes` are in the order of their arrival. If
         `timeout_s` is None, the call is `close`.
         """
-        errors = {rank: each.error for rank, each in outcomes.items() if each.error is not None}
-        exits = [error for rank, error in errors.items() if outcomes[rank].is_exit]
-        if exits:
-            return exits[0]
-        for rank, error in errors.items():
-            if len(errors) > 1:
-                error.add_note(
-                    f"raised by ranks {format_ranks(errors)}; this is the one of rank {rank}"
-                )
-            return error
         late = self._late(outcomes)
-        if late and timeout_s is None:
+        if (error := _raised(outcomes)) is not None or not late:
+            return error
+        if timeout_s is None:
             return TransportTimeout(
                 f"launch_pool: ranks {format_ranks(late)} did not close within "
                 f"{_CLOSE_GRACE_S:g} s and were terminated; look at their output"
             )
-        if late:
-            return TransportTimeout(
-                f"launch_pool: ranks {format_ranks(late)} did not return within {timeout_s:g} s "
-                "and were terminated; look at their output, or raise timeout_s"
-            )
-        return None
+        return TransportTimeout(
+            f"launch_pool: ranks {format_ranks(late)} did not return within {timeout_s:g} s "
+            "and were terminated; look at their output, or raise timeout_s"
+        )
 
     def _why_unusable(self, outcomes: Mapping[int, RankOutcome]) -> str:
         """Return the reason why the pool is unusable after a failed call; empty: it is usable."""
@@ -335,8 +325,15 @@ class LaunchPool:
         checks: dict[int, RankOutcome] = {}
         self._send(pickle.dumps((_check, ())))
         self._gather(checks, time.monotonic() + _CLOSE_GRACE_S)
-        error = self._failure(checks, _CLOSE_GRACE_S)
-        return f"the communicator does not work any more ({error})" if error else ""
+        broken = "the communicator does not work any more"
+        if (error := _raised(checks)) is not None:
+            return f"{broken} ({error})"
+        if late := self._late(checks):
+            return (
+                f"{broken} (ranks {format_ranks(late)} did not finish a barrier within "
+                f"{_CLOSE_GRACE_S:g} s after the failed call; look at their output)"
+            )
+        return ""
 
     def _require_usable(self) -> None:
         if os.getpid() != self._owner:
@@ -353,6 +350,21 @@ class LaunchPool:
         self._ended = why
         self._finalizer.detach()
         self._processes.end(0.0)
+
+
+def _raised(outcomes: Mapping[int, RankOutcome]) -> BaseException | None:
+    """Return the exit of a rank, else the first exception, else None."""
+    errors = {rank: each.error for rank, each in outcomes.items() if each.error is not None}
+    for rank, error in errors.items():
+        if outcomes[rank].is_exit:
+            return error
+    for rank, error in errors.items():
+        if len(errors) > 1:
+            error.add_note(
+                f"raised by ranks {format_ranks(errors)}; this is the one of rank {rank}"
+            )
+        return error
+    return None
 
 
 def _kill(processes: RankProcesses, owner: int) -> None:

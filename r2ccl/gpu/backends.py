@@ -280,7 +280,9 @@ class BackendSelector:
         if self._config.ipc == "0":
             return "R2CC_IPC=0"
         if not 2 <= min(sizes) <= max(sizes) <= MOST_RANKS:
-            return f"{min(sizes)} to {max(sizes)} ranks per host; CUDA IPC needs 2 to {MOST_RANKS}"
+            counts = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
+            ranks = "rank" if sizes == {1} else "ranks"
+            return f"{counts} {ranks} per host; CUDA IPC needs 2 to {MOST_RANKS}"
         if len(sizes) > 1:
             return "hosts have different numbers of ranks"
         return ""

@@ -356,12 +356,13 @@ def require_no_capture(device: Device, stream: Stream) -> None:
     Raises
     ------
     InvalidArgument
-        If `stream` captures a CUDA graph.
+        If `stream` captures a CUDA graph, or is the default stream while another stream captures.
     """
     if device.is_capturing(stream):
         raise InvalidArgument(
-            f"stream {stream:#x} captures a CUDA graph, which cannot contain a collective: end the "
-            "capture first, or capture the work before and after the collective in two graphs"
+            f"stream {stream:#x} captures a CUDA graph, or is the default stream while another "
+            "stream captures one; a graph cannot contain a collective: end the capture first, or "
+            "capture the work before and after the collective in two graphs"
         )
 
 

@@ -190,7 +190,7 @@ class GpuDirectBackend(SignalledStream):
             If the collective failed or the communicator ended.
         """
         try:
-            self._wait_for_earlier(job.before)
+            self._wait_for(job.before, "the work that precedes this collective on its stream")
             self._carry_out(job)
         except BaseException as exc:
             job.error = exc

@@ -261,16 +261,10 @@ class SignalledStream:
                     status="TIMEOUT",
                 )
 
-    def _wait_for_earlier(self, event: Event) -> None:
-        """Wait until `event` is done, which follows the caller's earlier work on the device.
-
-        Raises the errors of `_wait`.
-        """
-        self._wait(
-            partial(self._device.synchronize, event),
-            self._clock() + self._timeout_s,
-            "the work that precedes this collective on its stream",
-        )
+    def _wait_for(self, event: Event, what: str) -> None:
+        """Wait until `event` is done; parameter `what` and errors are those of `_wait`."""
+        is_over = partial(self._device.synchronize, event)
+        self._wait(is_over, self._clock() + self._timeout_s, what)
 
     def _is_idle_in(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for the backend's stream; return whether it is idle."""
@@ -386,7 +380,9 @@ class HostMemoryBackend(SignalledStream, Generic[_Job]):
         `event` is recorded after copies that follow the caller's earlier work on the device.
         Raises the errors of `_wait`.
         """
-        self._wait_for_earlier(event)
+        self._wait_for(
+            event, "the copies of this collective, or the work that precedes it on its stream,"
+        )
         self.recycle(event)
 
 

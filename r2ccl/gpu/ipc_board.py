@@ -348,9 +348,9 @@ class SharedFile:
 def _check_owner(found: os.stat_result, nbytes: int) -> None:
     if found.st_uid != os.geteuid() or found.st_size != nbytes:
         raise TransportError(
-            f"the shared memory of the ranks of one host belongs to user {found.st_uid} and has "
-            f"{found.st_size} bytes, not to user {os.geteuid()} with {nbytes} bytes; "
-            "run all ranks as one user, with the same version of r2ccl",
+            f"the shared memory of the ranks of one host must belong to user {os.geteuid()} and "
+            f"have {nbytes} bytes, but it belongs to user {found.st_uid} and has {found.st_size} "
+            "bytes; run all ranks as one user, with the same version of r2ccl",
             status="NO_SHARED_MEMORY",
         )
 

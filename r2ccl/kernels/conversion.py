@@ -211,8 +211,9 @@ def _factor_of(dtype: np.dtype[Any], factor: Any) -> Any:
         return made
     except (TypeError, ValueError, OverflowError):
         allowed = {"i": "an integer", "u": "an integer", "f": "a real number"}.get(kind, "a number")
+        holder = "float32" if dtype.name in SMALL else "the dtype"
         raise InvalidArgument(
-            f"premul_sum({factor!r}) for dtype {dtype.name}: pass {allowed} that the dtype can hold"
+            f"premul_sum({factor!r}) for dtype {dtype.name}: pass {allowed} that {holder} can hold"
         ) from None
 
 

@@ -568,9 +568,10 @@ class Collectives:
     def _concurrent(self) -> ConcurrentCalls:
         return ConcurrentCalls(
             f"rank {self._engine.rank_in_job}: a call was made while another call is in progress, "
-            "which runs in another thread or was interrupted by this signal handler: calls are "
-            "allowed from one thread at a time, and not from a signal handler; if several threads "
-            "make calls, make a communicator for each with dup()"
+            "which runs in another thread, was interrupted by this signal handler, or runs this "
+            "function of user_op: calls are allowed from one thread at a time, and neither from a "
+            "signal handler nor from a function of user_op; if several threads make calls, make a "
+            "communicator for each with dup()"
         )
 
 

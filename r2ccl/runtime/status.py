@@ -286,7 +286,7 @@ class HealthReport(msgspec.Struct, frozen=True):
             lines.append(f"  rail {rail.rail} ({rail.name}): {rail.state}{nrepairs}")
             for path in rail.paths:
                 if path.cause:
-                    before = "earlier failure: " if path.state == PathState.UP.value else ""
+                    before = "last out of use: " if path.state == PathState.UP.value else ""
                     age_s = self.now_s - path.since_s
                     lines.append(
                         f"    to rank {path.peer}: {path.state} for {age_s:.1f} s "

@@ -567,7 +567,9 @@ def _least_reached(collective: int, nranks: int) -> int:
 def announce_compilation() -> None:
     """Report that the code that every group needs will be compiled, if this host has none yet."""
     if not UNSUPPORTED and must_compile(_EXCHANGE):
-        progress(_log, "compiling code for shared memory; once on this host, about 10 s")
+        progress(
+            _log, "compiling code for shared memory; once for this user on this host, about 10 s"
+        )
 
 
 def preload() -> None:

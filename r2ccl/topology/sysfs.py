@@ -211,9 +211,11 @@ class _Tree:
         speeds = [mtps for end in ends if (mtps := self._speed(end / "max_link_speed"))]
         most = [lanes for end in ends if (lanes := self._lanes(end / "max_link_width"))]
         used = [lanes for end in ends if (lanes := self._lanes(end / "current_link_width"))]
-        if not speeds or not most:
-            remarks.append(f"{bus_id}: PCIe link unknown, assuming PCIe 3 with 16 lanes")
-        elif used and min(used) < min(most):
+        if not speeds:
+            remarks.append(f"{bus_id}: PCIe rate unknown, assuming PCIe 3")
+        if not used and not most:
+            remarks.append(f"{bus_id}: number of PCIe lanes unknown, assuming {ASSUMED_WIDTH}")
+        elif used and most and min(used) < min(most):
             remarks.append(f"{bus_id}: uses {min(used)} of {min(most)} PCIe lanes; reseat the card")
         return min(speeds, default=ASSUMED_SPEED_MTPS), min(used or most, default=ASSUMED_WIDTH)
 

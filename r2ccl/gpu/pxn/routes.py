@@ -164,8 +164,8 @@ class PxnRoutes:
                     continue
                 hanging.add(each.via)
                 _log.warning(
-                    "rank %d: copies through the memory of GPU %s did not end within %g s, so the "
-                    "memory was not freed; end the process", self._rank, each.via, timeout_s,
+                    "rank %d: copies through the memory of GPU %s did not end in time, so the "
+                    "memory was not freed; end the process", self._rank, each.via,
                 )  # fmt: skip
         self._opened.clear()
         for via, peer in self._peers.items():

@@ -44,8 +44,8 @@ _TORCH_EXTENSIONS = {f"torch.{name}": code for code, name in EXTENSIONS.items()}
 _MOST_ELEMENTS = (1 << 59) - 1
 
 _ALLOWED = (
-    "allowed are NumPy arrays, objects with the buffer protocol and host tensors with DLPack, "
-    "C-contiguous, of dtype "
+    "allowed are NumPy arrays, objects with the buffer protocol and host tensors with DLPack "
+    "(C-contiguous if a result is written to them), of dtype "
 )
 
 
@@ -252,10 +252,11 @@ def is_in_place(
     distance = output.address - source.address
     if distance == 0:
         return True
+    side = "after" if distance > 0 else "before"
     raise InvalidArgument(
-        f"input and output overlap in part ({written} starts {distance} bytes from {given}, each "
-        f"has {source.nbytes} bytes): let these two be the same memory, to work in place, or pass "
-        "disjoint arrays"
+        f"input and output overlap in part ({written} starts {abs(distance)} bytes {side} the "
+        f"start of {given}, each has {source.nbytes} bytes): let these two be the same memory, to "
+        "work in place, or pass disjoint arrays"
     )
 
 

@@ -731,7 +731,9 @@ def _is_idle(end: LinkPair) -> bool:
 def announce_compilation() -> None:
     """Report that the loop will be compiled, if this host does not have it yet."""
     if must_compile(_LOOP):
-        progress(_log, "compiling code for calls over TCP; once on this host, about 8 s")
+        progress(
+            _log, "compiling code for calls over TCP; once for this user on this host, about 8 s"
+        )
 
 
 def preload() -> None:

@@ -64,7 +64,8 @@ class FakeProcess:
         """
         with self._called(method):
             if self._gpu.is_serial:
-                self._wait(lambda: not self._unfinished(), method, self._unfinished)
+                what = f"{method} of {self._name}"
+                self._wait(lambda: not self._unfinished(), what, self._unfinished)
                 self._board.learn_all(self._host, self._name, self._card)
             yield
 
@@ -83,7 +84,7 @@ class FakeProcess:
             If the wait takes longer than ``FakeGpu.patience_s``.
         """
         if not self._board.wait_until(is_over, self._gpu.patience_s):
-            raise WouldHang.by(f"{what} of {self._name}", why())
+            raise WouldHang.by(what, why())
 
     def _enqueue(self, stream: FakeStream, operation: FakeOperation) -> None:
         """Append an operation to a stream, once its launch queue has room.

@@ -80,7 +80,9 @@ class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
         if not is_integer(self.cpus, 1, 255):
             raise InvalidArgument(f"a machine cannot have cpus={self.cpus!r}; allowed is 1 to 255")
         if not is_text(self.memory, _MEMORY):
-            raise InvalidArgument(f"a machine cannot have memory={self.memory!r}; write 4G or 512M")
+            raise InvalidArgument(
+                f"a machine cannot have memory={self.memory!r}; write it like 4G or 512M"
+            )
 
 
 class VmResult(msgspec.Struct, frozen=True, kw_only=True):

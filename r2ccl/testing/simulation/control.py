@@ -216,7 +216,8 @@ class SimControl:
     def _carry(self, peer: int, carrier: int, data: bytes) -> None:
         network = self._network
         end = _ControlEnd(self._host.rank, peer)
-        message = SimMessage(MessageKind.CONTROL, end, Frame(carrier, 0, 0, 0, 0), None)  # type: ignore[arg-type]
+        frame = Frame(carrier, 0, 0, 0, 0)
+        message = SimMessage(MessageKind.CONTROL, end, frame, None)  # type: ignore[arg-type]
         fate = network.number(message)
         network.note("control", self._host.rank, peer, carrier, len(data), fate.act.value)
         if fate.act in (Act.DROP, Act.CUT):
@@ -411,7 +412,8 @@ class SimControl:
         """Complete a dial when the peer's answer arrives.
 
         If the dial was cancelled or replaced meanwhile, close this rank's end. If the path broke
-        meanwhile, close this rank's end and dial again. The peer already uses its end by then.
+        meanwhile, close this rank's end and dial again, or give up a bypass. The peer already uses
+        its end by then.
         """
         if not self._is_current(key, number):
             end.close()

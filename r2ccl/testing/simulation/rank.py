@@ -306,7 +306,9 @@ class SimRank:
             self._next_look = now + _BUSY_TICK_S
             self.failover.tick(now, self._peers)
         if now >= self._deadline and self.revocation.error is None:
-            raise TransportTimeout(f"rank {self.rank}: timed out in {self.phase}", rank=self.rank)
+            raise TransportTimeout(
+                f"rank {self.rank}: timed out while {self.phase.value}", rank=self.rank
+            )
 
     def _tick_after(self, delay_s: float) -> None:
         self._timeline.after(delay_s, self._tick, delay_s)

@@ -38,7 +38,7 @@ _REPORT = "this is a defect of r2ccl: report it with the logs of both ranks"
 _DRIVER = "look at dmesg and the device's firmware version"
 _REGISTRATION = (
     "memory must stay allocated and registered until the call ends, on both ranks of the path; "
-    "if it did, report it with the logs of both ranks"
+    f"if the memory did, {_REPORT}"
 )
 
 #: ``ibv_wc_status`` by number.
@@ -133,7 +133,9 @@ STATUSES: dict[int, CompletionStatus] = {
         "check that the peer's NIC is up and its process runs",
     ),
     21: CompletionStatus(
-        "GENERAL_ERR", "an error that no other status describes", f"{_DRIVER} and vendor error"
+        "GENERAL_ERR",
+        "an error that no other status describes",
+        "look at dmesg, the device's firmware version and the vendor error",
     ),
     22: CompletionStatus("TM_ERR", "tag matching failed", _NOT_USED),
     23: CompletionStatus(

@@ -18,6 +18,7 @@ from support.slow import slow_but
 
 import r2ccl
 from r2ccl import ConcurrentCalls, InvalidArgument, LaunchPool, R2cclError, TransportTimeout
+from r2ccl.bootstrap.rank_server import RankOutcome
 
 WAIT_S = 30.0
 
@@ -230,6 +231,19 @@ def test_a_timeout_of_many_ranks_names_some() -> None:
     pool.nranks = 300
     error = str(pool._failure({}, 1.0))
     assert "ranks [0, 1, 2, 3, 4, 5, 6, 7] and 292 more did not return within 1 s" in error
+
+
+def test_a_check_that_does_not_end_has_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = object.__new__(LaunchPool)
+    pool.nranks = 2
+    monkeypatch.setattr(pool, "_send", lambda call: None)
+
+    def gather(outcomes: dict[int, RankOutcome], until_s: float) -> None:
+        outcomes[0] = RankOutcome()
+
+    monkeypatch.setattr(pool, "_gather", gather)
+    why = pool._why_unusable({0: RankOutcome(), 1: RankOutcome(error=NotMinded())})
+    assert "(ranks [1] did not finish a barrier within" in why
 
 
 def test_ranks_end_with_a_pool_that_is_forgotten() -> None:

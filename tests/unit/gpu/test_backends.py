@@ -160,7 +160,7 @@ def test_what_was_demanded_and_cannot_be_is_an_error_of_all() -> None:
     group = Group(2, 0, 1, ipc="1")
 
     def find(rank: int) -> None:
-        with pytest.raises(TransportError, match="1 to 1 ranks per host"):
+        with pytest.raises(TransportError, match="1 rank per host; CUDA IPC needs 2 to"):
             Caller(group.ranks[rank], None, [])
 
     together(2, find)

@@ -108,6 +108,7 @@ def test_other_types_are_scaled_in_their_own(name: str, factor: Any) -> None:
         (r2ccl.premul_sum(0.5), "int32", r"premul_sum\(0.5\) for dtype int32: pass an integer"),
         (r2ccl.premul_sum(300), "uint8", "pass an integer that the dtype can hold"),
         (r2ccl.premul_sum(1j), "float16", "pass a real number"),
+        (r2ccl.premul_sum(1e300), "float16", "pass a real number that float32 can hold"),
         (r2ccl.premul_sum(1e300), "float32", "pass a real number that the dtype can hold"),
         (r2ccl.premul_sum(1e300j), "complex64", "pass a number that the dtype can hold"),
         (r2ccl.premul_sum(np.complex64(1 + 2j)), "float32", "pass a real number"),

@@ -296,7 +296,7 @@ def test_a_long_compilation_is_announced(
 ) -> None:
     caplog.set_level(logging.INFO, "r2ccl")
     module.announce_compilation()
-    assert "once on this host" in caplog.text
+    assert "once for this user on this host" in caplog.text
     monkeypatch.delenv("NUMBA_CACHE_DIR")
     forget()
     module.preload()

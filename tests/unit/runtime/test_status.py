@@ -315,6 +315,9 @@ def test_health_shows_each_rail_with_the_evidence() -> None:
     assert "memory in bytes: landing 4096, eager 0," in report
     assert "rail 0 (eth0): up\n" in report
     assert "to rank 1: fencing for 2.0 s (ECONNRESET: reset)" in report
+    again = msgspec.structs.replace(broken, paths=(msgspec.structs.replace(to_1, state="up"),))
+    report = str(status.HealthReport(0, world.timeline.now + 2.0, (again,), memory))
+    assert "to rank 1: up for 2.0 s (last out of use: ECONNRESET: reset)" in report
 
 
 def test_paths_closed_as_idle_are_no_failure() -> None:

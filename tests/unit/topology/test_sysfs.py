@@ -109,8 +109,10 @@ def test_a_virtual_machine_that_tells_little(tmp_path: Path) -> None:
     assert {(device.speed_mtps, device.width) for device in machine.pci} == {(8_000, 16)}
     assert {port.speed_mbps for port in machine.ports} == {10_000}
     assert machine.remarks == (
-        "0000:00:03.0: PCIe link unknown, assuming PCIe 3 with 16 lanes",
-        "0000:00:04.0: PCIe link unknown, assuming PCIe 3 with 16 lanes",
+        "0000:00:03.0: PCIe rate unknown, assuming PCIe 3",
+        "0000:00:03.0: number of PCIe lanes unknown, assuming 16",
+        "0000:00:04.0: PCIe rate unknown, assuming PCIe 3",
+        "0000:00:04.0: number of PCIe lanes unknown, assuming 16",
         "eth0: rate unknown, assuming 10 Gbit/s",
         "eth1: rate unknown, assuming 10 Gbit/s",
     )
@@ -148,7 +150,7 @@ def test_a_rate_that_is_not_known_is_assumed_from_the_other_end(dgx: Recorded, t
     put(dgx.function("0000:17:00.0") / "max_link_speed", text)
     machine = dgx.read()
     assert machine.device("0000:18:00.0").speed_mtps == 8_000
-    assert machine.remarks == ("0000:18:00.0: PCIe link unknown, assuming PCIe 3 with 16 lanes",)
+    assert machine.remarks == ("0000:18:00.0: PCIe rate unknown, assuming PCIe 3",)
 
 
 @pytest.mark.parametrize("text", ["0", "255", "63", "", "x16", "-8"])
@@ -158,7 +160,26 @@ def test_lanes_that_cannot_be_are_not_believed(dgx: Recorded, text: str) -> None
         put(dgx.function(bus_id) / "current_link_width", text)
     machine = dgx.read()
     assert machine.device("0000:18:00.0").width == 16
-    assert len(machine.remarks) == 1
+    assert machine.remarks == ("0000:18:00.0: number of PCIe lanes unknown, assuming 16",)
+
+
+def test_lanes_in_use_suffice_where_the_most_are_not_known(dgx: Recorded) -> None:
+    for bus_id in ("0000:18:00.0", "0000:17:00.0"):
+        (dgx.function(bus_id) / "max_link_width").unlink()
+        put(dgx.function(bus_id) / "current_link_width", "8")
+    machine = dgx.read()
+    assert machine.device("0000:18:00.0").width == 8
+    assert machine.remarks == ()
+
+
+def test_missing_lanes_are_reported_beside_an_unknown_rate(dgx: Recorded) -> None:
+    for bus_id in ("0000:18:00.0", "0000:17:00.0"):
+        (dgx.function(bus_id) / "max_link_speed").unlink()
+    put(dgx.function("0000:18:00.0") / "current_link_width", "8")
+    assert dgx.read().remarks == (
+        "0000:18:00.0: PCIe rate unknown, assuming PCIe 3",
+        "0000:18:00.0: uses 8 of 16 PCIe lanes; reseat the card",
+    )
 
 
 @pytest.mark.parametrize("text", ["-1", "", "7", "one"])
@@ -209,7 +230,7 @@ def test_a_gpu_that_sysfs_does_not_show(tmp_path: Path) -> None:
     assert machine.device("0000:1b:00.0") == PciDevice(
         "0000:1b:00.0", "", 0, 0x030000, speed_mtps=8_000, width=16
     )
-    assert len(machine.remarks) == 3
+    assert len(machine.remarks) == 4
 
 
 def test_partitions_of_a_gpu_are_one_gpu(dgx: Recorded) -> None:

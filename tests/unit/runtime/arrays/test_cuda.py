@@ -559,9 +559,11 @@ class TestInPlace:
             self.at(0x7004, 0), self.at(0x7000, 0), whole_output=self.at(0x7000, 8)
         )
 
-    @pytest.mark.parametrize("distance", [4, -12])
-    def test_partial_overlap_is_refused(self, distance: int) -> None:
-        words = rf"starts {distance} bytes from the input.*16 bytes"
+    @pytest.mark.parametrize(
+        ("distance", "where"), [(4, "4 bytes after"), (-12, "12 bytes before")]
+    )
+    def test_partial_overlap_is_refused(self, distance: int, where: str) -> None:
+        words = rf"starts {where} the start of the input.*16 bytes"
         with pytest.raises(InvalidArgument, match=words):
             is_in_place(self.at(0x7000), self.at(0x7000 + distance))
 

@@ -33,7 +33,7 @@ def test_a_full_launch_queue_behind_a_parked_wait_would_hang() -> None:
     park(b)
     for _ in range(15):
         b.device.record(b.done, b.first)
-    with pytest.raises(WouldHang, match=r"record[\s\S]*wait for 1 in"):
+    with pytest.raises(WouldHang, match=r"record[^\n]* at \S+:\d+\nat [\s\S]*wait for 1 in"):
         b.device.record(b.done, b.first)
 
 
