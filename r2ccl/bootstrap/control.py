@@ -154,7 +154,8 @@ class ControlPlane:
         resorts.
     last_resorts : frozenset of int
         TCP rails used only between two ranks that have no other rail left; see `Nic`. Empty if
-        there are no other TCP rails.
+        there are no other TCP rails. Also empty with RDMA rails: all TCP rails are then used in
+        this way.
     nhcas : int
         Number of RDMA ports that every rank uses.
     setting : Setting

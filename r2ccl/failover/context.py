@@ -26,7 +26,9 @@ class RankContext(NamedTuple):
     nwires : int
         Number of rails whose bandwidths add up; 1 if all rails share one wire, as on loopback.
     last_resorts : frozenset of int
-        Rails that carry data between two ranks only if no other path between these ranks is up.
+        TCP rails that carry data between two ranks only if no other path between these ranks is up.
+        Empty if there are no other TCP rails. Also empty with RDMA rails: all TCP rails are then
+        used in this way.
     nodes : sequence of int
         Number of the node of every rank; empty if there is one node, or one rank per node.
     hosts : sequence of str

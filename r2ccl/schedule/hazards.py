@@ -84,7 +84,8 @@ class _Waits:
     def require(self, earlier: int, later: int, verb: str) -> None:
         """Raise ScheduleError unless `earlier` always ends before `later` uses its memory.
 
-        `verb` describes the use of the memory by `later` in the message.
+        `verb` says in the text of the error what `later` does with the memory: "overwrites", for
+        example.
         """
         if self._is_ordered(earlier, later):
             return

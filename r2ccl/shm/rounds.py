@@ -96,10 +96,11 @@ def write_header(state: Any, address: Any, signature: Any) -> Any:
 
 @inlined
 def compare_headers(state: Any, address: Any, signature: Any) -> Any:
-    """Compare the headers of all ranks, and set the number of rounds to the largest in them.
+    """Wait for the headers of all ranks, and set the number of rounds to the largest in them.
 
     Return FINISHED if all signatures are equal, DIFFERS if the signature of the peer AWAITED is not
-    that of this rank, and WAITING if the peer AWAITED has not posted its header yet.
+    that of this rank, and WAITING if the wait for the header of the peer AWAITED ended earlier (see
+    `wait`).
     """
     first = state[LAST] + 1
     if not wait_for_all(state, address, POSTED, first):

@@ -1,8 +1,8 @@
 """Choice of the network interfaces of the machine that become rails.
 
 `list_interfaces` reads the machine, `select` is a pure function of the interfaces read, and
-`discover` combines the two. Invariant: with the same settings, rail i is the same interface in
-every process of a host, because the order depends only on names.
+`discover` combines the two. Invariant: rail i is the same interface in all processes of a host that
+have the same settings and find the same interfaces up, because the order depends only on names.
 """
 
 from __future__ import annotations

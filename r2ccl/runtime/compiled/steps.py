@@ -158,8 +158,9 @@ def run_locals(state: Any) -> Any:
 def retire(state: Any, pair: Any, below: Any) -> None:
     """Retire posted slices in order, and stop before a cleared one with ordinal `below` or more.
 
-    Then release slices (`release`). Nothing reads the caller's memory of a retired slice any more;
-    the copy of an eager slice may still have to be written.
+    Then release slices (`release`). The transport no longer reads the caller's memory of a retired
+    slice, but a replay of a cleared slice may read it until the slice is released. An eager slice
+    is retired once it is copied, even if the copy is not sent yet.
     """
     sends = words_at(pair[SENDS])
     while pair[RETIRED] < pair[POSTED]:
