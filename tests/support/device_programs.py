@@ -114,6 +114,8 @@ def copied_collectives(counts: tuple[int, ...]) -> list[str]:
             room = gaps[-1] + sizes[-1] + 3 * (n > 1)
             row = [count + (rank + each) % n for each in range(n)]
             places = [at + each for each, at in enumerate(np.cumsum([0, *row[:-1]]))]
+            # No gaps on rank 0; on the others, as many elements before each part as its rank.
+            own = [(count + rank) * each for each in range(n)]
             cases: list[tuple[str, int, int | None, dict[str, Any]]] = [
                 ("gather", count, n * count, {"root": root}),
                 ("gatherv", sizes[rank], room, {"root": root, "counts": sizes, "displs": gaps}),
@@ -123,6 +125,8 @@ def copied_collectives(counts: tuple[int, ...]) -> list[str]:
                 ("alltoallv", sum(row), sum(row) + n,
                  {"sendcounts": row, "recvcounts": row, "recvdispls": places}),
                 ("allgatherv", sizes[rank], room, {"counts": sizes, "displs": gaps}),
+                ("allgatherv", count, own[-1] + count, {"counts": [count] * n, "displs": own}),
+                ("allgatherv", count, n * count + rank, {"counts": [count] * n}),
                 ("reduce_scatterv", sum(sizes), sizes[rank], {"counts": sizes}),
                 ("scan", count, count, {}),
                 ("exscan", count, count, {"op": r2ccl.MAX}),
