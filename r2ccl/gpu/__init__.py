@@ -8,7 +8,7 @@
 `gpudirect`      NICs read and write GPU memory
 `staged`         copies through pinned host memory, in windows
 `copied`         whole arrays are copied to pinned host memory, for scans, gathers, scatters,
-                 alltoalls and calls with parts of unequal size
+                 alltoalls, allgatherv, and reduce_scatterv with parts of unequal size
 ===============  ==================================================================================
 
 `nic_affinity` finds the NICs near each GPU, `pxn` reaches distant NICs through other GPUs, and

@@ -1,10 +1,10 @@
 """Collectives on GPU memory that run in host memory, on copies of the whole arrays.
 
 These are the scans, and the calls whose request lists the parts of the ranks (`Request.parts`),
-such as gather and alltoallv. The communicator's worker copies the arrays to pinned memory, runs the
-collective there, and enqueues the copy of the output back to the GPU. Unlike `r2ccl.gpu.staged`,
-this module does not divide calls into windows: in an alltoallv no rank knows how many windows the
-other ranks would need.
+such as gather, alltoallv and every allgatherv. The communicator's worker copies the arrays to
+pinned memory, runs the collective there, and enqueues the copy of the output back to the GPU.
+Unlike `r2ccl.gpu.staged`, this module does not divide calls into windows: in an alltoallv no rank
+knows how many windows the other ranks would need.
 
 The output array, too, is copied to the host before the collective runs. Elements that the
 collective does not write therefore keep their values when the output is copied back: elements
@@ -33,7 +33,10 @@ from r2ccl.types import PREFIXES
 
 
 def is_copied(request: Request) -> bool:
-    """Return whether `CopiedBackend` executes a request on GPU memory; the same on all ranks."""
+    """Return whether `CopiedBackend` executes a request on GPU memory; the same on all ranks.
+
+    All ranks' requests of a collective on GPU memory have parts, or none has.
+    """
     return request.parts is not None or request.signature.collective in PREFIXES
 
 

@@ -253,7 +253,7 @@ def require_compiled(name: str) -> None:
     Raises
     ------
     InvalidArgument
-        If `name` is a 16-bit or 8-bit float, and llvmlite or Numba is not installed.
+        If `name` is a 16-bit or 8-bit float, and compiled code cannot be used.
     """
     if name in SMALL and why_not_compiled():
         raise InvalidArgument(

@@ -49,16 +49,23 @@ _CACHE_DIRECTORY_VARIABLE = "NUMBA_CACHE_DIR"
 
 @functools.cache
 def why_not_compiled() -> str:
-    """Return which of llvmlite and Numba are missing, with the remedy; empty if none is.
+    """Return why compiled code cannot be used, with the remedy; empty if it can.
 
-    Both must be installed, even to load stored code. They are an extra, because they would take
-    three quarters of the disk space of r2ccl with its dependencies.
+    The reason is that llvmlite or Numba is missing, or that llvmlite cannot be loaded. Both must be
+    installed, even to load stored code. They are an extra, because they would take three quarters
+    of the disk space of r2ccl with its dependencies.
     """
     missing = [name for name in ("llvmlite", "numba") if find_spec(name) is None]
-    if not missing:
-        return ""
-    names = f"{' and '.join(missing)} {'are' if missing[1:] else 'is'}"
-    return f'{names} not installed: pip install "r2ccl[compiled]"'
+    if missing:
+        names = f"{' and '.join(missing)} {'are' if missing[1:] else 'is'}"
+        return f'{names} not installed: pip install "r2ccl[compiled]"'
+    try:
+        from llvmlite import binding
+
+        binding.get_process_triple()  # loads the library
+    except (ImportError, OSError) as exc:
+        return f"llvmlite cannot be loaded ({exc}): pip install --force-reinstall llvmlite"
+    return ""
 
 
 def _llvm() -> Any:
@@ -67,7 +74,7 @@ def _llvm() -> Any:
     Raises
     ------
     ImportError
-        If llvmlite or Numba is not installed, or llvmlite cannot be imported.
+        If llvmlite or Numba is not installed, or llvmlite cannot be loaded.
     """
     if why_not_compiled():
         raise ImportError(why_not_compiled())
@@ -117,7 +124,8 @@ def address_of(maker: str, *given: Any) -> int:
     Raises
     ------
     ImportError
-        If llvmlite or Numba is not installed or cannot be imported.
+        If llvmlite or Numba is not installed, llvmlite cannot be loaded, or Numba is needed to
+        compile and cannot be imported.
     TransportError
         If this process lacks a symbol that the function may need.
     """
@@ -276,7 +284,7 @@ def must_compile(maker: str, *given: Any) -> bool:
     """Return whether no file has the function of a maker, so that `callable_of` would compile it.
 
     If another process is compiling the function, `callable_of` would wait for that process instead.
-    Return False if Numba or llvmlite is not installed. Parameters are those of `address_of`.
+    Return False if `why_not_compiled` has a reason. Parameters are those of `address_of`.
     """
     if why_not_compiled():
         return False

@@ -35,7 +35,7 @@ def announce(
     is_shared : bool
         True if the ranks of each host share memory.
     """
-    if control.rank == 0 and why_not_compiled() and "auto" in (config.shm, config.compiled):
+    if control.rank == 0 and "auto" in (config.shm, config.compiled) and why_not_compiled():
         _log.warning(
             "shared memory and compiled calls are off, so calls are slower, and 16-bit and 8-bit "
             "floats in host memory cannot be reduced: %s; or set R2CC_SHM=0 and R2CC_COMPILED=0 to "

@@ -190,7 +190,8 @@ def allgatherv(x: Any, out: Any, layout: Layout, rank: int, nranks: int) -> Requ
     result = like_flat(x, _end(places)) if out is None else out
     output = _output(source, result)
     is_equal = len(set(sizes)) == 1 and places == consecutive(sizes)
-    if is_equal and output.count == sum(sizes):
+    # On GPUs, other ranks must know whether the request has parts, but they do not know the places.
+    if is_equal and output.count == sum(sizes) and not isinstance(source, DeviceBuffer):
         return allgather(x, result, rank, nranks)
     _require_room("out", output, places, is_disjoint=True)
     is_there = is_in_place(source, _part(output, places[rank]), whole_output=output)

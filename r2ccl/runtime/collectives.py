@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from threading import RLock
+from threading import Lock, RLock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -92,6 +92,8 @@ class Collectives:
         self._worker = worker
         self._turn = turn
         self._start_on_device = start_on_device
+        #: Held while a call on device memory is started.
+        self._starting = Lock()
         #: True while a blocking call holds the turn.
         self._is_running = False
         #: Creates the error that refused calls raise; None while calls are accepted.
@@ -186,7 +188,8 @@ class Collectives:
         ConcurrentCalls
             If this call is blocking and, at the same time, a blocking collective runs in another
             thread, or the caller is a function of `user_op` or a signal handler that interrupted a
-            blocking call of its thread. A call on device memory is not always refused.
+            blocking call of its thread. Also if both this call and one that another thread is just
+            starting are on device memory.
         R2cclError
             If calls are refused, or the collective failed; the communicator has ended.
         """
@@ -268,7 +271,7 @@ class Collectives:
                         pass
             self._check(request)
             if isinstance(request.source, DeviceBuffer):
-                return self._start_on_device(request, stream, is_async)
+                return self._start_on_gpu(request, stream, is_async)
             self._refuse_stream(stream)
             convert = _converter(request) if out is None else None
             if is_async:
@@ -362,7 +365,7 @@ class Collectives:
         try:
             group.run(
                 lambda requests: self.in_turn(partial(self._host.run_group, requests)),
-                lambda request, stream: self._start_on_device(request, stream, False),
+                lambda request, stream: self._start_on_gpu(request, stream, False),
             )
         except (InvalidArgument, ConcurrentCalls, CommunicatorRevoked):
             raise
@@ -548,6 +551,22 @@ class Collectives:
         if request.schedule is not None:
             is_ordered = request.signature.op == ORDERED_OP
             self._plans.check_own(request.schedule, is_ordered=is_ordered)
+
+    def _start_on_gpu(self, request: Request, stream: Any, is_async: bool) -> Any:
+        """Start a call on device memory; see `start` for the errors.
+
+        The worker runs it, but a blocking call is refused as one on host memory is, because other
+        ranks may make the two calls in the other order.
+        """
+        if not is_async and (self.is_below or self.is_blocking):
+            raise self._concurrent()
+        # The calls must reach the worker in the order in which they were begun.
+        if not self._starting.acquire(blocking=False):
+            raise self._concurrent()
+        try:
+            return self._start_on_device(request, stream, is_async)
+        finally:
+            self._starting.release()
 
     def _submit(self, request: Request, convert: Callable[[Array], Any] | None) -> Work[Any]:
         task = Task(partial(self._host.run, request))

@@ -784,9 +784,9 @@ def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> C
     """
     if context.config.compiled == "0" or not isinstance(context.transport, TcpTransport):
         return None
-    if context.hosts.index(context.hosts[context.rank]) == context.rank:
-        announce_compilation()
     try:
+        if context.hosts.index(context.hosts[context.rank]) == context.rank:
+            announce_compilation()
         return CompiledCalls(links, progress, context.transport, context.config, _home_of(context))
     except (ImportError, OSError, TransportError) as exc:
         if context.config.compiled == "1":

@@ -307,8 +307,8 @@ def _is_copied(request: Request) -> bool:
 def _is_placed(request: Request) -> bool:
     """Return whether the call is an allgather of equal parts to places that this rank has chosen.
 
-    `r2ccl.runtime.arguments.allgatherv` makes such a request only if the places are not those of an
-    allgather, or the output has more elements than the parts.
+    For host memory, `r2ccl.runtime.arguments.allgatherv` makes such a request only if the places
+    are not those of an allgather, or the output has more elements than the parts.
     """
     parts = request.parts
     if parts is None or request.signature.collective != Collective.ALLGATHER:

@@ -240,9 +240,9 @@ class LocalGroup:
                 "memory"
             )
         if not problem:
-            if index == 0:
-                announce_compilation()
             try:
+                if index == 0:
+                    announce_compilation()
                 preload()
             except (ImportError, OSError, TransportError) as exc:
                 problem = f"compiled code cannot be used: {exc}"

@@ -63,6 +63,15 @@ def test_nobody_waits_for_a_rank_whose_gpu_is_broken() -> None:
         assert "the driver is broken" in said
 
 
+def test_a_call_beside_a_blocking_one_is_refused(tmp_path: Path) -> None:
+    run = functools.partial(programs.beside_a_blocking_call, str(tmp_path))
+    assert launch(run, 2, timeout_s=TIMEOUT_S) == [True] * 2
+
+
+def test_a_call_is_refused_while_another_thread_begins_one() -> None:
+    assert launch(programs.begun_by_two_threads, 2, timeout_s=TIMEOUT_S) == [True] * 2
+
+
 def test_mistakes_are_refused_and_harm_nothing() -> None:
     for said in launch(programs.wrong_arguments, 2, timeout_s=TIMEOUT_S):
         assert "streams do not apply" in said[0]

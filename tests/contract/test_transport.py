@@ -252,6 +252,27 @@ def test_the_contract_notices_a_fence_that_is_none() -> None:
         check(bench)
 
 
+def test_the_contract_notices_a_second_copy_that_is_late() -> None:
+    """Report the last of three slices again, one call of `settle` later."""
+    bench = SimBench()
+    receiver, arrived = bench.transports[1], list[Any]()
+    poll, npolls = receiver.poll, 0
+
+    def late(timeout_s: float) -> list[Any]:
+        nonlocal npolls
+        events = poll(timeout_s)
+        arrived.extend(event for event in events if isinstance(event, Arrived))
+        if len(arrived) == 3:
+            npolls += 1
+        return [*events, arrived[-1]] if npolls == 6 else events
+
+    receiver.poll = late  # type: ignore[method-assign]
+    check = next(check for check in CHECKS if check.__name__ == "check_replay")
+    with pytest.raises(AssertionError):
+        check(bench)
+    assert npolls >= 6
+
+
 def test_a_slice_confirmed_early_survives_a_reset() -> None:
     """Reset a connection whose bytes the kernel has acknowledged: `Arrived` precedes `Failed`."""
     bench = TcpBench()

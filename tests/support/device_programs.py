@@ -6,7 +6,9 @@ import functools
 import itertools
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,13 @@ from support.ranks import TIMEOUT_S, OneCard, get, put
 import r2ccl
 from r2ccl import factory
 from r2ccl.dtypes import CODES
-from r2ccl.errors import CommunicatorRevoked, InvalidArgument, PeerLost, TransportError
+from r2ccl.errors import (
+    CommunicatorRevoked,
+    ConcurrentCalls,
+    InvalidArgument,
+    PeerLost,
+    TransportError,
+)
 from r2ccl.gpu.plan_selector import PlanSelector
 from r2ccl.testing import fail_at
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
@@ -114,6 +122,8 @@ def copied_collectives(counts: tuple[int, ...]) -> list[str]:
             room = gaps[-1] + sizes[-1] + 3 * (n > 1)
             row = [count + (rank + each) % n for each in range(n)]
             places = [at + each for each, at in enumerate(np.cumsum([0, *row[:-1]]))]
+            # No gaps on rank 0; on the others, as many elements before each part as its rank.
+            own = [(count + rank) * each for each in range(n)]
             cases: list[tuple[str, int, int | None, dict[str, Any]]] = [
                 ("gather", count, n * count, {"root": root}),
                 ("gatherv", sizes[rank], room, {"root": root, "counts": sizes, "displs": gaps}),
@@ -123,6 +133,8 @@ def copied_collectives(counts: tuple[int, ...]) -> list[str]:
                 ("alltoallv", sum(row), sum(row) + n,
                  {"sendcounts": row, "recvcounts": row, "recvdispls": places}),
                 ("allgatherv", sizes[rank], room, {"counts": sizes, "displs": gaps}),
+                ("allgatherv", count, own[-1] + count, {"counts": [count] * n, "displs": own}),
+                ("allgatherv", count, n * count + rank, {"counts": [count] * n}),
                 ("reduce_scatterv", sum(sizes), sizes[rank], {"counts": sizes}),
                 ("scan", count, count, {}),
                 ("exscan", count, count, {"op": r2ccl.MAX}),
@@ -274,6 +286,76 @@ def wrong_arguments() -> list[str]:
         total = np.sum([values_of(rank, 10) for rank in range(comm.nranks)], axis=0)
         assert np.array_equal(card.get(at, 10), total * comm.nranks)
     return said
+
+
+def beside_a_blocking_call(room: str) -> bool:
+    """Call on device memory while a call on host memory blocks in another thread of rank 0.
+
+    The call is refused, whether or not a call of its kind on host memory can be repeated. Returns
+    whether the calls that were not refused are right.
+    """
+    card = Card(8)
+    comm = r2ccl.init(staging_nbytes=WINDOWS)
+    x, at = card.array(np.full(10, 1))
+    for place in (Path(room, "new"), Path(room, "repeated")):
+        comm.allreduce(x, stream=card.stream)
+        comm.barrier()
+        data = np.full(5, comm.rank)
+        if comm.rank == 0:
+            blocking = threading.Thread(target=comm.broadcast, args=(data,), kwargs={"root": 1})
+            blocking.start()
+            _until(lambda: comm._collectives.is_blocking)
+            try:
+                with raises(ConcurrentCalls):
+                    comm.allreduce(x, stream=card.stream)
+            except BaseException:
+                comm.abort()
+                raise
+            place.touch()
+            blocking.join(TIMEOUT_S)
+        else:
+            _until(place.exists)
+            comm.broadcast(data, root=1)
+        assert data.tolist() == [1] * 5
+        for _ in range(2):
+            comm.allreduce(data)
+    is_right = bool((card.get(at, 10) == comm.nranks**2).all())
+    comm.close()
+    return is_right
+
+
+def begun_by_two_threads() -> bool:
+    """Call on device memory while another thread begins such a call; return whether one is made."""
+    card = Card(9)
+    with r2ccl.init(staging_nbytes=WINDOWS) as comm:
+        x, at = card.array(np.full(10, 1))
+        begin = comm._collectives._start_on_device
+        has_begun, may_go_on = threading.Event(), threading.Event()
+
+        def late(*given: Any) -> Any:
+            has_begun.set()
+            assert may_go_on.wait(TIMEOUT_S)
+            return begin(*given)
+
+        comm._collectives._start_on_device = late
+        kwargs = {"stream": card.stream, "async_op": True}
+        first = threading.Thread(target=comm.allreduce, args=(x,), kwargs=kwargs)
+        first.start()
+        assert has_begun.wait(TIMEOUT_S)
+        for is_async in (False, True):
+            with raises(ConcurrentCalls):
+                comm.allreduce(x, stream=card.stream, async_op=is_async)
+        may_go_on.set()
+        first.join(TIMEOUT_S)
+        comm.allreduce(x, stream=card.stream)
+        return bool((card.get(at, 10) == comm.nranks**2).all())
+
+
+def _until(is_true: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + TIMEOUT_S
+    while not is_true():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
 
 
 def asynchronous_on_the_host(ncalls: int) -> list[str]:

@@ -467,7 +467,9 @@ class PxnTransport:
         for state in self._states.values():
             state.drop()
         self._inner.close()
-        if not all(relay.drain(_CLOSE_TIMEOUT_S) for relay in self._copying):
+        # `sum`, unlike `all`, also waits for the relays behind one that hangs.
+        nhanging = sum(not relay.drain(_CLOSE_TIMEOUT_S) for relay in self._copying)
+        if nhanging:
             _log.warning(
                 "copies through another GPU's memory did not end within %g s after the paths were "
                 "closed: a GPU may hang; end the process, and check dmesg for driver errors (Xid)",

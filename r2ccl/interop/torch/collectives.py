@@ -142,7 +142,10 @@ def allgather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
     _require_alike("output", parts[comm.rank], tensor)
     flat, counts = joined(parts, is_read=False), _counts(parts)
     source = apart(in_order(tensor), flat, sum(counts[: comm.rank]))
-    comm.allgatherv(array_of(source), array_of(flat), counts=counts)
+    if len(set(counts)) == 1:
+        comm.allgather(array_of(source), array_of(flat))  # on GPUs, faster than allgatherv
+    else:
+        comm.allgatherv(array_of(source), array_of(flat), counts=counts)
     divide(flat, parts)
 
 

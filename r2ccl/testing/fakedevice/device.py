@@ -270,7 +270,7 @@ class FakeDevice(FakeProcess):
     def is_capturing(self, stream: Stream) -> bool:
         """Implement `Device.is_capturing`; a test begins and ends a capture with `capture`."""
         with self._called("is_capturing"):
-            return stream in self._capturing
+            return self._stream(stream) in self._capturing
 
     def make_event(self) -> Event:
         """Implement `Device.make_event`."""

@@ -45,7 +45,7 @@ class FakeProcess:
         self._of_thread = threading.local()
         self._is_closed = False
         #: Streams that capture a graph.
-        self._capturing: set[int] = set()
+        self._capturing: set[FakeStream] = set()
 
     @contextmanager
     def _called(self, method: str) -> Iterator[None]:
@@ -91,7 +91,7 @@ class FakeProcess:
 
         On a GPU with ``is_blocking``, wait until the operation is over.
         """
-        if stream.handle in self._capturing:
+        if stream in self._capturing:
             raise Misuse.of(f"{operation.what}, whose stream captures a graph")
         limit = self._gpu.queue_limit
         queue = stream.queue
@@ -166,7 +166,9 @@ class FakeProcess:
 
         During the capture, calls that enqueue work on the stream raise `Misuse`.
         """
-        (self._capturing.add if is_capturing else self._capturing.discard)(stream)
+        with self._called("capture"):
+            change = self._capturing.add if is_capturing else self._capturing.discard
+            change(self._stream(stream))
 
     def caller_memory(self, nbytes: int, kind: MemoryKind = MemoryKind.DEVICE) -> int:
         """Allocate device, pooled or managed memory for the library's caller; return its address.

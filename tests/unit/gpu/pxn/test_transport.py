@@ -522,6 +522,34 @@ def test_close_says_that_a_gpu_hangs(
     assert ["a GPU may hang" in record.message for record in caplog.records] == [True]
 
 
+def test_close_waits_for_the_relays_behind_one_that_hangs(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of the second relay can end only after the wait for the first."""
+    monkeypatch.setattr(transport, "_CLOSE_TIMEOUT_S", 0.01)
+    second, path = CheckedRelay(rig.device, SLOT_NBYTES, 2), PathKey(1, 1)
+    rig.transport.use(1, second)
+    rig.inner.up.add(path)
+    words = [rig.device.allocate_pinned(64).view(np.uint32) for _ in range(2)]
+    for relay, word in zip((rig.relay, second), words, strict=True):
+        rig.device.wait_word(relay._inwards._stream, word.ctypes.data, 1)
+    drain = rig.relay.drain
+
+    def drain_first(timeout_s: float) -> bool:
+        is_done = drain(timeout_s)
+        words[1][0] = 1
+        return is_done
+
+    rig.relay.drain = drain_first  # type: ignore[method-assign]
+    view = rig.memory()
+    rig.send(0, rig.memory(), PATH)
+    rig.send(0, view, path)
+    rig.transport.close()
+    assert (rig.relay.nfree, second.nfree) == (1, 2)
+    rig.device.free_caller_memory(address_of(view))
+    second.close()
+
+
 def test_a_relay_refuses_what_has_no_room_in_a_slot() -> None:
     rig = Rig(nslots=1)
     assert rig.relay.take(SLOT_NBYTES + 1) is None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.fake_bench import NBYTES, Bench
 
+from r2ccl.device.base import Stream
 from r2ccl.testing.fakedevice import FakeDevice, Misuse, Race, WouldHang
 
 IMPATIENT = {"patience_s": 0.05}
@@ -116,6 +117,17 @@ def test_work_on_a_stream_that_captures_is_misuse() -> None:
     b.device.capture(b.first)
     with pytest.raises(Misuse, match="captures a graph"):
         b.device.record(b.done, b.first)
+
+
+@pytest.mark.parametrize("handle", [0, 1])
+def test_both_handles_of_the_default_stream_capture(handle: int) -> None:
+    b = Bench()
+    b.device.capture(Stream(handle))
+    for same in map(Stream, (0, 1)):
+        assert b.device.is_capturing(same)
+    assert not b.device.is_capturing(Stream(2))
+    with pytest.raises(Misuse, match="captures a graph"):
+        b.device.record(b.done, Stream(1 - handle))
 
 
 def test_memory_that_is_gone_has_no_number() -> None:
