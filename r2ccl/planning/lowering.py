@@ -18,6 +18,10 @@ import msgspec
 from r2ccl.schedule.chunks import Parts, Range, layout
 from r2ccl.schedule.ir import Op, OpKind, RankProgram, Space
 
+#: Where a link carries more bytes in eager slices than this multiple of ``eager_nbytes``, only
+#: slices of at most a fraction of ``eager_nbytes`` stay eager: 1 / `_MUCH`.
+_MUCH = 4
+
 
 class Step(msgspec.Struct, frozen=True, gc=False):
     """An op with its position in memory and its slice boundaries.
@@ -135,7 +139,8 @@ def lower(
     slice_nbytes : int
         Largest size of a slice. An element larger than this is a slice of its own.
     eager_nbytes : int
-        Ops whose slices have at most this size are sent eagerly.
+        Ops whose slices have at most this size are sent eagerly. On a link that carries more than
+        four times as much in them, only ops whose slices have at most a quarter of this size are.
     weights : sequence of int, optional
         Weight of each channel's share of the buffer. Default: the program's weights.
     channels : sequence of int, optional
@@ -180,6 +185,8 @@ def lower(
         steps = tuple(
             _place(op, ops, program.rank, pieces, at, slice_elements, itemsize, eager) for op in ops
         )
+        if not whole_nbytes:
+            steps = _clear_busy_links(steps, itemsize, eager)
         peers = {step.peer for step in steps if step.peer >= 0}
         lanes.append(
             _lane(steps, {peer: (numbers or {}).get((at, peer), channel) for peer in peers})
@@ -312,6 +319,40 @@ def _place(
         op.peer < rank,
         shift,
     )
+
+
+def _clear_busy_links(
+    steps: tuple[Step, ...], itemsize: int, eager_nbytes: int
+) -> tuple[Step, ...]:
+    """Return the steps, in which large slices of links with many eager bytes are cleared.
+
+    An eager slice is copied twice more than a cleared one, and a link stops at a few unconfirmed
+    eager slices. The receiver announces the place of a cleared slice, but on a link with many
+    slices it does so while earlier ones are under way. For a large slice, this costs less than the
+    copies. Both ends of a link find the same, because they have the same slices.
+
+    Measured with 4 ranks over TCP on one machine: an exscan of 1 MiB, whose links carry 16 slices
+    of 32 KiB each, takes half of the time; other collectives take the same time.
+    """
+    carried: Counter[tuple[int, bool]] = Counter()
+    for step in steps:
+        if step.is_eager and step.peer >= 0:
+            carried[_link_of(step)] += (step.cuts[-1] - step.cuts[0]) * itemsize
+    busy = {link for link, nbytes in carried.items() if nbytes > _MUCH * eager_nbytes}
+
+    def is_cleared(step: Step) -> bool:
+        largest = (step.cuts[1] - step.cuts[0]) * itemsize
+        return step.is_eager and _link_of(step) in busy and _MUCH * largest > eager_nbytes
+
+    return tuple(
+        msgspec.structs.replace(step, is_eager=False) if is_cleared(step) else step
+        for step in steps
+    )
+
+
+def _link_of(step: Step) -> tuple[int, bool]:
+    """Return the peer of a step with a peer, and whether the step sends."""
+    return step.peer, step.kind == OpKind.SEND
 
 
 def _lane(steps: tuple[Step, ...], channels: Mapping[int, int]) -> Lane:

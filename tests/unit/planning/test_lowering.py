@@ -80,8 +80,27 @@ def test_an_op_is_eager_if_its_largest_slice_is(nbytes: int) -> None:
     program = recursive_doubling.allreduce(2).program(0)
     layout = lower(program, nbytes, 1, slice_nbytes=64, eager_nbytes=16)
     assert {step.is_eager for step in layout.lanes[0].steps} == {nbytes <= 16}
-    layout = lower(program, 10 * nbytes, 1, slice_nbytes=16, eager_nbytes=16)
+    layout = lower(program, 4 * 16, 1, slice_nbytes=16, eager_nbytes=16)
     assert {step.is_eager for step in layout.lanes[0].steps} == {True}
+
+
+@pytest.mark.parametrize(
+    ("nchunks", "nbytes", "is_eager"), [(4, 64, True), (5, 64, False), (17, 16, True)]
+)
+def test_large_slices_are_cleared_where_much_is_sent(
+    nchunks: int, nbytes: int, is_eager: bool
+) -> None:
+    # Rank 1 sends all chunks to rank 0, and only one back.
+    sent = tuple(
+        Op(OpKind.SEND, 0, Space.INPUT, chunk, Space.OUTPUT, -1) for chunk in range(nchunks)
+    )
+    back = Op(OpKind.RECV, 0, Space.OUTPUT, -1, Space.OUTPUT, 0)
+    copied = Op(OpKind.COPY, -1, Space.INPUT, 0, Space.OUTPUT, 0)
+    program = RankProgram(1, 2, 1, (nchunks,), (1,), ((*sent, back, copied),))
+    layout = lower(program, nchunks * nbytes, 1, slice_nbytes=64, eager_nbytes=64)
+    *sends, received, _ = layout.lanes[0].steps
+    assert {step.is_eager for step in sends} == {is_eager}
+    assert received.is_eager
 
 
 def test_left_operand_is_the_lower_ranks() -> None:
