@@ -119,7 +119,8 @@ class Communicator:
     ConcurrentCalls
         If this call is a blocking collective, and another one runs in another thread. Also if this
         blocking call is made by a signal handler that interrupted another blocking call, or by a
-        function of `user_op`.
+        function of `user_op`. Also if this collective is on device memory, and another thread is
+        just starting one on device memory.
 
     After a failure
     ---------------
@@ -169,6 +170,8 @@ class Communicator:
             ``R2CC_INIT_TIMEOUT_S``.
         InvalidArgument
             As from `dump_on_signal`, if ``R2CC_DUMP_SIGNAL`` is set.
+        TransportError
+            If ranks of a host cannot share memory although ``R2CC_SHM=1``.
         R2cclError
             If the communicator fails in the meantime.
 
@@ -244,7 +247,8 @@ class Communicator:
         ConcurrentCalls
             If this call is blocking, and another blocking collective runs in another thread. Also
             if this blocking call is made by a signal handler that interrupted another blocking
-            call, or by a function of `user_op`.
+            call, or by a function of `user_op`. Also if this call is on device memory, and another
+            thread is just starting a collective on device memory.
 
         Notes
         -----
@@ -252,8 +256,8 @@ class Communicator:
         slice; otherwise, for a ring, each rank sends 2(n - 1)/n of the data. *After failure*: the
         failure of a path does not change a bit of the result. Later calls are planned for the
         remaining rails and may round differently (docs/fault-model.md). If the call raises, `out`
-        is undefined. The calls of one communicator, blocking or asynchronous, run in the order in
-        which they were made.
+        is undefined. The collectives of one communicator, blocking or asynchronous, run in the
+        order in which they were called.
         """
         return self._collectives.start(stream, async_op, arguments.allreduce, x, out, op)
 
@@ -907,7 +911,8 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If this thread has opened a group already, or a call in it has ``async_op``.
+            If this thread has opened a group already, or a call in it has ``async_op`` or would
+            return a new array of JAX that cannot share memory with r2ccl.
         """
         return self._collectives.group()
 
@@ -961,10 +966,10 @@ class Communicator:
         short: the call copies it and does not wait for its `recv`. In shared memory, a short
         message must also fit into half of the ring buffer from this rank to `to`, which has 1 MiB
         with up to 32 ranks, and less with more. A longer message to another rank waits for its
-        `recv`. A short one waits, too, if the short messages
-        from this rank to `to` without a `recv` would otherwise exceed 4 MiB, or 1 MiB in shared
-        memory. *After failure*: the failure of a path neither loses nor doubles a message. Messages
-        and collectives do not wait for each other.
+        `recv`. A short one waits, too, if the short messages from this rank to `to` without a
+        `recv` would otherwise exceed 4 MiB, or 1 MiB in shared memory. *After failure*: the failure
+        of a path neither loses nor doubles a message. Messages and collectives do not wait for each
+        other.
         """
         return self._messages.send(x, to, tag, is_synchronous=is_synchronous, is_async=async_op)
 
@@ -1410,13 +1415,14 @@ class Communicator:
         """Wait until every rank has received all its data, then release all resources. Idempotent.
 
         Waits for asynchronous calls, and for blocking calls that wait behind them. Acts as `abort`
-        if any other blocking collective runs in another thread, or if the signal handler that calls
-        `close` interrupted a blocking call. A communicator made by `split` and the like is closed
-        alone: `close` waits for the calls and messages of this rank only, and the shared
-        connections stay open, unless asynchronous calls do not end in time: then all communicators
-        are revoked. After `close`, even if it raises, no call writes to an array any more, except a
-        call that cannot be ended, for which an error is logged. While Python ends, as in a
-        ``__del__`` method that runs then, `close` waits for nothing, and a warning is logged.
+        if any other blocking collective runs in another thread, or if `close` is called by a signal
+        handler that interrupted a blocking call, or by a function of `user_op`. A communicator made
+        by `split` and the like is closed alone: `close` waits for the calls and messages of this
+        rank only, and the shared connections stay open. But if its asynchronous calls do not end in
+        time, all communicators are revoked. After `close`, even if it raises, no call writes to an
+        array any more, except a call that cannot be ended, for which an error is logged. While
+        Python ends, as in a ``__del__`` method that runs then, `close` waits for nothing; it logs a
+        warning if other ranks may therefore report this rank as lost.
 
         Raises
         ------

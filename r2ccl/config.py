@@ -67,7 +67,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Maximum number of channels of a large collective; 0: derived from the number of rails.
     channels: int = 0
     #: Schedule of large allreduces in mode auto, one of `ALGOS`; a ring if it is not applicable.
-    #: auto: the one with the least predicted time, or a ring if all rails are on loopback.
+    #: auto: the one with the least predicted time, or a ring if all rails are on loopback. ring:
+    #: also restricts the other collectives, as the modes failstop, migrate and balance do.
     algo: str = "auto"
     #: Number of TCP rails to use, not counting that of `last_resort`; 0: one per usable interface
     #: (two on loopback).

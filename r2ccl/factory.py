@@ -202,8 +202,8 @@ def _exhaustion_explained(who: str) -> Iterator[None]:
 def _dump_signal_answered(config: Config) -> Iterator[None]:
     """Handle ``R2CC_DUMP_SIGNAL`` in a ``with`` block, if the setting names a signal.
 
-    The block is all of `init`: until the communicator has its own handler, the signal would end the
-    process.
+    `init` connects within the block: without this handler, the signal would end the process until
+    the communicator has its own handler.
     """
     if not config.dump_signal:
         yield

@@ -149,7 +149,8 @@ class Nic(msgspec.Struct, frozen=True):
     speed_mbps : int
         Nominal rate in Mbit/s; 0: unknown.
     is_last_resort : bool
-        True if the NIC carries slices only between two ranks that have no other rail left.
+        True if the NIC carries slices only between two ranks that have no other rail left. Not
+        used with RDMA rails: the NICs of all TCP rails then have this role, and the value is False.
     """
 
     name: str

@@ -5,7 +5,8 @@ each of the ranks r - 1, r - 2, ..., in this order. Ranks that proceed at the sa
 send to the same rank at the same time. In the gather, each rank except the root sends its part to
 the root; in the scatter, the root sends a part to each of these ranks.
 
-Steps: 1. Bytes on the wire: every part once, because no rank forwards parts of others.
+Steps: 1. Bytes on the wire: every part once, except the parts that a rank has for itself; no rank
+forwards parts of others.
 
 Channel 0 carries the parts that are too small to be divided; larger parts are divided among the
 other channels. If part sizes can differ between pairs of ranks, channel 0 also carries an empty

@@ -9,9 +9,9 @@ Steps: ceil(log2 n) for each of the two; the longest chain of dependent messages
 messages. Bytes on the wire: every rank sends and receives (n - 1)/n of the data in each of the two,
 as in a ring.
 
-Dissemination beats a ring if the latency of n - 1 steps exceeds the time to transfer the data. Each
-rank exchanges about half of its data with one distant rank, so dissemination suits networks whose
-rails have equal bandwidths.
+Dissemination beats a ring if the latency of n - 1 steps exceeds the time to transfer the data. More
+than a third of what a rank sends goes to a single distant rank, so dissemination suits networks
+whose rails have equal bandwidths.
 
 References
 ----------

@@ -4,13 +4,14 @@ The ranks of a node are its members. On channel c, the leader of a node is its m
 number of members. First the other members send their data to the leader, which reduces it. Then the
 leaders run the inner schedule, an allreduce among nodes, on the sums of their nodes. Then each
 leader sends the result to the other members. Nodes may have different numbers of ranks. If the
-number of channels is a multiple of the ranks per node, every rank leads equally many channels.
+number of channels is a multiple of the number of members, all members of a node lead equally many
+channels.
 
 Every allreduce that `r2ccl.schedule.check` accepts can be the inner schedule. Where the inner
-schedule reads INPUT, the hierarchical one reads the node's sum from OUTPUT instead. This is correct
-because accepted schedules are correct in place. The operand order of RECV_REDUCE depends on the
-rank numbers, so the ranks of a channel's leaders must ascend from node to node; otherwise ranks
-could end with different sums.
+schedule reads INPUT, the leader of a node with several members reads the node's sum from OUTPUT
+instead. This is correct because accepted schedules are correct in place. The operand order of
+RECV_REDUCE depends on the rank numbers, so the ranks of a channel's leaders must ascend from node
+to node; otherwise ranks could end with different sums.
 
 Data is reduced in a fixed order, independent of timing: within a node, the leader's data first,
 then that of the other members in their order.

@@ -18,12 +18,14 @@ positions p + 1 and p - 3, and so on.
 A core rank sends and receives (n + m - 2 - r)/m of the data, where r is the mean number of leaves
 that relay in a segment. A leaf sends and receives the data once, and twice in segments in which it
 relays. `r2ccl.algos.roles` chooses the leaves and how often they relay. With one straggler, and
-mostly with several, this takes the time `packed_trees.lower_bound`.
+mostly with several, this takes the time `packed_trees.lower_bound`, apart from latency and from the
+two phases below that do not overlap.
 
-Segments overlap. On each link, the reduce-scatter of a segment comes before the remaining steps of
-earlier segments, so that the core has other work while it waits for a slow leaf. Two steps do not
-overlap with other segments: the reduce-scatter of the first segment, for which the leaves wait, and
-the allgather of the last segment. Both are shorter with more segments.
+Segments overlap. On each link, the reduce-scatter of a segment comes before the remaining phases of
+earlier segments, so that the core has other work while it waits for a slow leaf. Two phases do not
+overlap with the exchange of any segment with the leaves: the reduce-scatter of the first segment,
+for which the leaves wait, and the allgather of the last segment. Both are shorter with more
+segments.
 
 Steps: let h be m minus the number of leaves that relay in a segment. One segment takes 2(h - 1)
 dependent messages, but at least 2 if there is a leaf, and at least 4 if one relays. Each further

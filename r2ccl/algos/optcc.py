@@ -8,19 +8,19 @@ into k segments, and each segment into m = n - 1 sections. Each segment takes fo
 - S3: the straggler adds its own data and returns the sums.
 - S4: the healthy ranks allgather the sums.
 
-Every other segment takes the stages in the order S3 S1 S4 S2: the straggler sends its data to the
-positions where the sections start, and later the owners send the sums to the straggler (S2, which
-does not wait for S4). The straggler can thus send one segment while it receives another and the
-healthy ranks work on a third. On the links of the ring, the reduce-scatter of segment i comes
-before the allgather of segment i - 2.
+Every other segment (with two ranks, every segment) takes the stages in the order S3 S1 S4 S2: the
+straggler sends its data to the positions where the sections start, and later the owners send the
+sums to the straggler (S2, which does not wait for S4). The straggler can thus send one segment
+while it receives another and the healthy ranks work on a third. On the links of the ring, the
+reduce-scatter of segment i comes before the allgather of segment i - 2.
 
 The straggler sends and receives D bytes, which is the minimum; the healthy ranks send and receive
 (2n - 3)/(n - 1) D. If the straggler takes longer than the healthy ranks, that is
 l = 1/(1 - X) >= (2n - 3)/(n - 1), the time is l (k + 1)/k D/B, as published: the straggler waits
 for its first segment only.
 
-Steps: 2n - 2 dependent messages for one segment, about 2n - 6 more for each further one. Bytes on
-the wire: as above.
+Steps: 2n - 2 dependent messages for one segment. Each further segment adds about 2n - 6, but less
+than 1 on average if n is 3, and none if n is 2. Bytes on the wire: as above.
 
 Use it for large messages with one straggler that has lost about half of its bandwidth. If it has
 lost less, it idles while the healthy ranks have more work than in a ring of all ranks. `leaf_ring`

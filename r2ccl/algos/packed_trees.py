@@ -8,8 +8,9 @@ trees are built in three steps:
 1. Compute the mean degree of every node (`degrees`): in proportion to its bandwidth, at least 1
    (every tree contains the node) and at most n - 1, with the sum 2(n - 1) of a tree's degrees.
 2. Round the total degree of each node over all trees. Then assign edges tree by tree, always to the
-   node that lags most behind its total. Edges are assigned in pairs where possible, as in a double
-   binary tree: many single edges would make long paths; pairs keep the height logarithmic.
+   node that lags most behind an even distribution of its total over the trees. Edges are assigned
+   in pairs where possible, as in a double binary tree: many single edges would make long paths;
+   pairs keep the height logarithmic.
 3. Build each tree as flat as its degrees allow (`flat_tree`).
 
 With equal bandwidths this nearly reaches the bandwidth of a ring, at the height of a binary tree. A
@@ -129,8 +130,9 @@ def pack_rooted(rooms: Sequence[int], ntrees: int, root: int) -> tuple[tree.Pare
     """Return packed trees with a common root, for a broadcast or a reduce.
 
     Every node except the root has one edge to its parent in each tree, so its number of edges to
-    children determines its load. Over all trees, a node gets edges to children in proportion to
-    `rooms`, in pairs, so that the trees are flat.
+    children determines its load. Over all trees, a node gets edges to children about in proportion
+    to `rooms`, mostly in pairs, so that the trees are flat. The root gets at least one in each
+    tree.
 
     Parameters
     ----------
@@ -194,8 +196,8 @@ def _deal_down(extra: Sequence[int], ntrees: int, root: int) -> list[list[int]]:
 def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
     """Return the flattest tree in which node v has ``wanted[v]`` children.
 
-    Nodes are added in order of ``wanted``, largest first. The parent of a node is the earliest
-    added node that still lacks a child. `first` is as in `flat_tree`.
+    After the root, nodes are added in order of ``wanted``, largest first. The parent of a node is
+    the earliest added node that still lacks a child. `first` is as in `flat_tree`.
     """
     n = len(wanted)
     waiting = [node for node in range(n) if node != root]
@@ -268,7 +270,10 @@ def _next(
 
 
 def _round(values: Sequence[Fraction]) -> list[int]:
-    """Round `values` to integers with the same sum; the largest fractional parts are rounded up."""
+    """Round `values` to integers whose sum is that of `values`, rounded down.
+
+    The values with the largest fractional parts are rounded up, all others down.
+    """
     floors = [int(each) for each in values]
     missing = int(sum(values)) - sum(floors)
     order = sorted(range(len(values)), key=lambda at: (floors[at] - values[at], at))
@@ -294,8 +299,8 @@ def _deal(sums: Sequence[int], ntrees: int) -> list[list[int]]:
 
     Every node gets one edge in every tree. The further edges of a tree are assigned two at a time,
     each pair to the node that lags most behind an even distribution of its total over the trees.
-    Single edges, which odd totals need, are spread over the trees, because a tree with many of them
-    would become a path.
+    Single edges, which nodes with an odd number of further edges need, are spread over the trees,
+    because a tree with many of them would become a path.
     """
     n = len(sums)
     if n == 1:
@@ -328,7 +333,7 @@ def _take(
     urgency: Callable[[int], int],
     is_fit: Callable[[int], bool],
 ) -> int:
-    """Move edges from `left` to `row`, `number` at a time, until only `end` are `missing`.
+    """Move edges from `left` to `row`, `number` at a time, until at most `end` are `missing`.
 
     Each time, they are edges of the node with the largest `urgency` among the nodes whose number of
     edges left satisfies `is_fit`; if there is no such node, among all nodes that have edges left.

@@ -219,7 +219,7 @@ class Branch:
 
         A parent other than rank 0 answers with the addresses of all ranks, or with an error: wait
         for this answer. If a child sends anything but addresses, send the error to rank 0, and
-        nothing to the parent.
+        no addresses to the parent.
         """
         if self._awaited:
             await self._is_collected.wait()

@@ -141,8 +141,8 @@ class ControlPlane:
     neighbors : frozenset of int
         Ranks that this rank has a session with from the start, and that `gossip` sends to.
     is_busy : bool
-        Set by the data loop while a call waits in it. The control thread reads it at every tick;
-        setting it wakes no thread.
+        True while a call waits in the data loop or runs in compiled code; the data loop sets it.
+        The control thread reads it at every tick; setting it wakes no thread.
     is_on_one_host : bool
         True if all ranks have equal `PeerInfo.host`, and thus share one network stack.
     is_loopback : bool

@@ -71,9 +71,10 @@ class FallbackHandler(logging.Handler):
 
 
 def set_level(config: Config) -> None:
-    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; if it has no handler, add one for stderr.
+    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; add a handler for stderr if it needs one.
 
-    Without ``R2CC_DEBUG``, the level stays, and that handler writes warnings and errors.
+    It needs one if neither the logger nor one to which it propagates has a handler. Without
+    ``R2CC_DEBUG``, the level of the logger stays, and the added handler writes warnings and errors.
     """
     level = DEBUG_LEVELS[config.debug.upper()]
     logger = logging.getLogger(_ROOT)

@@ -22,7 +22,7 @@ MAX_MESSAGE_NBYTES = MAX_BODY_NBYTES - 128
 
 
 class PeerInfo(msgspec.Struct, frozen=True):
-    """Host, process and addresses of one rank; all ranks have equal copies.
+    """Host, process and addresses of one rank; after the rendezvous, all ranks have equal copies.
 
     Attributes
     ----------

@@ -120,9 +120,9 @@ class Overlay:
     def cut_off(self) -> list[int]:
         """Return the ranks, not known to be lost, to which every route contains a lost rank.
 
-        After a partition of the network, this rank itself detects only the loss of its neighbors on
-        the other side. The caller must treat the ranks returned here as lost, too. The list is
-        empty if `lose` was not called since the last call.
+        After a partition of the network, this rank itself detects only the loss of those ranks on
+        the other side with which it has sessions. The caller must treat the ranks returned here as
+        lost, too. The list is empty if `lose` was not called since the last call of `cut_off`.
         """
         if self._is_checked:
             return []

@@ -148,7 +148,7 @@ class Carrier(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close the connection now and discard its buffered bytes."""
+        """Close the connection now and discard the bytes that the kernel has not buffered yet."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -300,7 +300,7 @@ class LaunchPool:
         """Return the error of a call: the exit of a rank, else the first exception, else a timeout.
 
         Return None if all ranks returned. `outcomes` are in the order of their arrival. If
-        `timeout_s` is None, the call is `close`.
+        `timeout_s` is None, the message of a timeout is that of `close`.
         """
         late = self._late(outcomes)
         if (error := _raised(outcomes)) is not None or not late:

@@ -84,7 +84,7 @@ class RankOutcome(NamedTuple):
     text : str
         Traceback of the exception.
     is_exit : bool
-        True if the rank exited instead; the launcher then made the error.
+        True if the rank exited without sending an outcome; the launcher then made `error`.
     """
 
     value: Any = None

@@ -2,8 +2,8 @@
 
 Invariant: no secret is read from or written to a file that another user may access. A file must be
 a regular file of this user with no permissions for others. The runtime directory must be a
-directory of this user, no link, with no permissions for others. Each access to the file opens the
-directory once and uses it through the descriptor.
+directory of this user, no link, with no permissions for others. Each access to the file of rank 0
+opens this directory once and uses it through the descriptor.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class RuntimeFileSecret:
     """Secret that rank 0 generates and writes to the runtime directory for ranks of its host.
 
     The file name contains the rendezvous address and port, and rank 0 owns that port before it
-    writes. So two running jobs do not write the same file, and the file of a crashed job is
-    replaced. A rank that read the old file fails the handshake and reads the file again.
+    writes. So two running jobs in one network namespace do not write the same file, and the file of
+    a crashed job is replaced. A rank that read the old file fails the handshake and reads the file
+    again.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ timer                 the oldest unacknowledged message is resent on all carrier
 ====================  ==========================================================================
 
 This module does no I/O and reads no clock: time is an argument. Invariant: the messages that
-`receive` returns are exactly those that the other end posted, in order, each once.
+`receive` has returned are the first ones that the other end posted, in order, each once.
 """
 
 from __future__ import annotations

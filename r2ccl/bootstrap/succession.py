@@ -7,9 +7,9 @@ Each derives the new secret and communicator id from the old ones, the members a
 attempt. Ranks with the old secret that are no members, or are still at an earlier attempt,
 therefore do not authenticate by mistake. MPI is not used.
 
-If this host has lost the address of a rail, the `PeerInfo` lists the rail with port 0. The members
-use the rails that all of them can open. Invariant: every socket opened here is handed over or
-closed.
+If the listener or the probe port of a rail cannot be opened, for example because this host has lost
+the address, the `PeerInfo` lists it with port 0. The members use the rails that all of them can
+open. Invariant: every socket opened here is handed over or closed.
 """
 
 from __future__ import annotations

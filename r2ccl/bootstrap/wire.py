@@ -28,7 +28,7 @@ _READ_NBYTES = 16 << 10
 
 
 async def reach(target: Address, source: str = "") -> socket.socket:
-    """Connect to `target` (numeric) from local address `source`, without authentication.
+    """Connect to `target` (numeric) without authentication, from address `source` unless empty.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def open_socket(target_host: str, source: str = "") -> socket.socket:
 def listen(host: str, port: int = 0) -> socket.socket:
     """Return a socket that listens on `host`; port 0 takes any free port.
 
-    `host` is a numeric address or, for IPv4, a name, which the resolver may need long to find.
+    `host` is a numeric address or, for IPv4, a name; this call blocks while the name is resolved.
 
     Raises
     ------

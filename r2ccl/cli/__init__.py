@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     SystemExit
         If the arguments are wrong (status 2), or ask for help, the version or a completion script
         (status 0).
+    Exception
+        If the subcommand raises an error other than those above.
     """
     if sys.stdout is None:  # the shell has closed it, as `>&-` does
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end

@@ -4,8 +4,9 @@ A link is the standard input and output of the agent, usually through ssh. The s
 travels on the link; ssh authenticates both ends and encrypts the link. A message is its length in 4
 bytes, followed by its fields, encoded with msgpack.
 
-Invariant: each end of a link sends something at least every `_ALIVE_S`. If its host or the network
-fails, the other end notices this within `_SILENCE_S`.
+Invariant: each end of a link sends something at least every `_ALIVE_S`, as long as the other end
+reads. If the host of one end or the network fails, the other end notices this within `_SILENCE_S`
+while it waits for a message.
 """
 
 from __future__ import annotations
@@ -198,8 +199,8 @@ class AgentLink(Generic[_T]):
         Raises
         ------
         LinkEnded
-            If the other end has closed the link, has sent no complete message for `_SILENCE_S`, or
-            has sent invalid data.
+            If the link is closed or broken, no complete message arrives within `_SILENCE_S`, or the
+            other end has sent invalid data.
         """
         while True:
             try:

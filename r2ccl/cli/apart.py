@@ -86,7 +86,8 @@ def _kill(process: subprocess.Popen[bytes], is_inner: bool) -> None:
 def _rest(process: subprocess.Popen[bytes]) -> str:
     """Reap a killed process; return what it wrote to standard output.
 
-    If the process does not end within `_KILL_TIMEOUT_S`, it is not reaped.
+    If the process, or a child that has inherited its output, does not end within `_KILL_TIMEOUT_S`,
+    the process is not reaped.
     """
     try:
         return _text(process.communicate(timeout=_KILL_TIMEOUT_S)[0])

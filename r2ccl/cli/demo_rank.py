@@ -94,8 +94,8 @@ class _Reporter:
     def called(self, number: int, took_s: float, nwrong: int) -> None:
         """Print the time and bandwidth of call `number`, and whether its result is right.
 
-        After the first call at whose end the traffic of the lost rail has moved, also print this;
-        after the first one at whose end the rail is connected again, print that, too.
+        Print one more line after the first call at whose end the traffic of the lost rail has
+        moved, and another one after the first call at whose end the rail is connected again.
         """
         gbps = busbw("allreduce", self._comm.nranks, self._nbytes, took_s)
         state = f"{nwrong} wrong elements" if nwrong else "right"

@@ -69,7 +69,7 @@ class DoctorFinding(msgspec.Struct, frozen=True):
 
     ``check`` is the name of the check. ``level`` is ``skipped`` if the check does not apply or
     depends on another check that failed, and for remarks. ``says`` is the result in words. ``fix``
-    says what to do; it is empty if nothing is wrong.
+    says what to do; it is empty if ``level`` is ``ok`` or ``skipped``.
     """
 
     check: str
@@ -294,8 +294,8 @@ CHECKS: tuple[Callable[[Facts], DoctorFinding], ...] = (
 def examine(facts: Facts, *, is_required: bool = False) -> tuple[DoctorFinding, ...]:
     """Run all checks of verbs and return their findings, one per check.
 
-    If the machine has no RDMA device and `is_required` is False, return a single remark instead,
-    because most machines use TCP.
+    If the kernel has neither an RDMA port nor a file ``/dev/infiniband/uverbs*``, and `is_required`
+    is False, return a single remark instead: most machines have no RDMA NIC, and use TCP.
     """
     if is_required or facts.hcas or facts.uverbs:
         return tuple(check(facts) for check in CHECKS)

@@ -201,7 +201,7 @@ def _forecasts(
     for each in planner.options(call, scenario.nbytes, health):
         forms.setdefault(each.name, []).append(each)
     variants = {name: best(found) for name, found in forms.items()}
-    variants.setdefault(chosen.name, chosen)  # options() returns no spanning tree
+    variants.setdefault(chosen.name, chosen)  # options() may leave out the spanning tree
     ordered = sorted(variants.items(), key=lambda item: item[1].predicted_ns or math.inf)
     found = {
         name: Forecast(

@@ -60,7 +60,10 @@ def read_cuda(
 
 
 def last_line(said: str, decoder: msgspec.json.Decoder[_T], default: _T) -> _T:
-    """Decode the last line of `said` that `decoder` can decode; return `default` if none is."""
+    """Decode the last line of `said` that `decoder` can decode.
+
+    If there is no such line, return `default`.
+    """
     found = default
     for line in said.splitlines():
         with suppress(msgspec.DecodeError):  # output of a library, or a line cut off by a crash

@@ -119,7 +119,10 @@ def describe(cuda: Cuda, source: GpuSource, ordinal: int) -> Card:
 
 
 def try_all(journal: Journal, nics: Sequence[str]) -> None:
-    """Run all tests on every GPU, and add the results to the journal."""
+    """Open all GPUs, run the other tests on those that could be opened, and record the results.
+
+    Without `nics`, the registration with NICs is not tested.
+    """
     with ExitStack() as stack:
         opened = open_gpus(journal, stack, CudaDevice)
         try_kernels(journal, opened)
@@ -152,7 +155,7 @@ def open_gpus(
 
 
 def try_kernels(journal: Journal, opened: Sequence[Opened]) -> None:
-    """Test whether a kernel can be loaded on every GPU, without the disk cache of kernels."""
+    """Test on each opened GPU whether a kernel can be loaded, without the disk cache of kernels."""
     for place, device, _ in opened:
         journal.begin(f"loading a kernel for GPU {device.ordinal}")
         try:
@@ -165,7 +168,7 @@ def try_kernels(journal: Journal, opened: Sequence[Opened]) -> None:
 
 
 def try_mapping(journal: Journal, opened: Sequence[Opened], mapper: Mapper) -> None:
-    """Test, by `mapper`, whether another process can map an allocation of every GPU."""
+    """Test by `mapper`, for each opened GPU, whether another process can map its allocation."""
     exported = []
     for place, device, address in opened:
         journal.begin(f"exporting memory of GPU {device.ordinal} to another process")
@@ -210,7 +213,10 @@ def why_not_mapped(ordinal: int, handle: bytes, make: Callable[[int], Device]) -
 
 
 def try_exports(journal: Journal, opened: Sequence[Opened], driver: CudaDriver) -> None:
-    """Test whether an allocation of every GPU can be exported as a dma-buf."""
+    """Test for each opened GPU whether its allocation can be exported as a dma-buf.
+
+    Also record whether the driver reports the allocation as GPUDirect RDMA capable.
+    """
     for place, device, address in opened:
         journal.begin(f"exporting a dma-buf of GPU {device.ordinal}")
         try:
@@ -226,11 +232,11 @@ def try_registering(
     driver: CudaDriver,
     nics: dict[str, Registrar | str],
 ) -> None:
-    """Register an allocation of every GPU with each NIC, then with all NICs together.
+    """Register the allocation of each opened GPU with each NIC, then with all NICs together.
 
     `nics` has the registrar of each RDMA port by label, or the reason why it could not be opened.
-    If one could not be opened, the registration with all NICs together is not tried, and its method
-    is ``staging``.
+    If one could not be opened, no registration is tried with this port, nor with all NICs together;
+    the method of both is then ``staging``.
     """
     able = {label: nic for label, nic in nics.items() if not isinstance(nic, str)}
     refusals = {label: nic for label, nic in nics.items() if isinstance(nic, str)}

@@ -42,9 +42,10 @@ class JobHost(msgspec.Struct, frozen=True):
 
     @property
     def is_here(self) -> bool:
-        """True if ``name`` is in `_HERE` or is this host's own name; no ssh is then needed.
+        """True if ``name`` is in `_HERE` or is the name of this host; no ssh is then needed.
 
-        With ``user@``, and for the other names and addresses of this host, it is False.
+        The name of this host counts in full, and up to its first dot. With ``user@``, and for all
+        other names and addresses of this host, the value is False.
         """
         own = socket.gethostname()
         return self.name in (*_HERE, own, own.partition(".")[0])

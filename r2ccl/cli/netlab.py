@@ -89,9 +89,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the parsed command; return the exit status for the shell.
 
-    The status is 0 if no rank failed and every fault fired. If a rank failed, it is that of the
-    failed rank with the lowest number, or 128 + the signal number if a signal ended it. It is 124
-    after a timeout, 65 if no rank failed but a fault did not fire, 2 for a wrong command line or if
+    After a timeout, the status is 124. Otherwise, if a rank failed, it is that of the failed rank
+    with the lowest number, or 128 + the signal number if a signal ended that rank. If no rank
+    failed, it is 0, or 65 if a fault did not fire. The status is 2 for a wrong command line or if
     the file of ``--json`` cannot be written, and 69 if this machine cannot build or remove a lab,
     or a fault could not be applied or undone. With ``--clean`` it is 0 once the remains are
     removed. With ``--enter`` the command replaces this process.

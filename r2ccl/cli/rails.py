@@ -1,10 +1,10 @@
 """Report on the rails that r2ccl would use on a machine, and why other interfaces are not used.
 
 The report depends only on the facts of `r2ccl.cli.doctor_report` and the settings; `r2ccl.topology`
-chooses the rails. Invariants: a finding that is ``ok`` is a rail, and these findings are in the
-order of the rails' numbers; a rail whose NIC is declared failed is ``skipped``; a warning or an
-error has a fix. Rails are numbered as in a job on several hosts, if the rendezvous uses none of the
-interfaces that are rails.
+chooses the rails. Invariants: a finding that is ``ok`` is about a rail, or about all rails of one
+interface, and these findings are in the order of the rails' numbers; a rail whose NIC is declared
+failed is ``skipped``; a warning or an error has a fix. Rails are numbered as in a job on several
+hosts, if the rendezvous uses none of the interfaces that are rails.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def local_rails(facts: Facts, config: Config) -> list[LocalRail]:
     Raises
     ------
     InvalidArgument
-        If a setting is invalid, or nothing that it selects can be a rail.
+        If a setting is invalid or does not fit this machine, or no interface can be a rail.
     """
     nics, hcas = _selected(facts, config)
     names = [*(nic.name for nic in nics), *(hca.label for hca in hcas)]
@@ -62,8 +62,8 @@ def local_rails(facts: Facts, config: Config) -> list[LocalRail]:
 def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
     """Return one finding per interface and RDMA port: its rail, or the reason why it is no rail.
 
-    Rails come first, remarks about all rails last. If a setting is invalid, or the interfaces or
-    ports that it selects cannot be rails, return a single finding, the error.
+    Rails come first, remarks about all rails last. If a setting is invalid or does not fit this
+    machine, or no interface can be a rail, return a single finding, the error.
     """
     try:
         nics, hcas = _selected(facts, config)

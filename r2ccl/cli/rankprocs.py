@@ -23,8 +23,8 @@ from r2ccl.bootstrap.orphans import end_with
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument
 
-#: Seconds that ranks have to exit after SIGTERM. Also the longest wait for more output of an ended
-#: rank, because its child processes may hold its pipes open forever.
+#: Seconds that ranks have to exit after the last SIGTERM, before SIGKILL. Also the longest wait for
+#: more output of an ended rank, because its child processes may hold its pipes open forever.
 TERMINATION_GRACE_S = 5.0
 _CHUNK_NBYTES = 64 << 10
 #: Limit in bytes of the output of a stream that is passed on after its rank has ended; the last

@@ -59,9 +59,9 @@ def main(args: argparse.Namespace) -> int:
     """Run the parsed command; return the exit status for the shell.
 
     The status is that of the program, 124 if the timeout passes while the program runs, 2 for a
-    wrong command line, 69 if a requirement is missing and cannot be installed, and 70 if the
-    virtual machine could not be started, was not ready in time, or failed. With ``--prepare`` it is
-    0 once all requirements are installed.
+    wrong command line or if the file of ``--json`` cannot be written, 69 if a requirement is
+    missing and cannot be installed, and 70 if the virtual machine could not be started, was not
+    ready in time, or failed. With ``--prepare`` it is 0 once all requirements are installed.
 
     Raises
     ------

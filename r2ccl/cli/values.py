@@ -39,8 +39,9 @@ def seconds(text: str) -> float:
 def one_of(names: Sequence[str]) -> Callable[[str], str]:
     """Return a parser of one of `names`.
 
-    For any other text, the parser raises argparse.ArgumentTypeError, which suggests the nearest
-    name. Also give the argument these names as ``choices``, so that shells complete them.
+    For any other text, the parser raises argparse.ArgumentTypeError, which suggests a similar name
+    if there is one. Also give the argument these names as ``choices``, so that shells complete
+    them.
     """
 
     def parse(text: str) -> str:
@@ -156,7 +157,7 @@ def size_range(begin: int, end: int, *, step: int, factor: float) -> Iterator[in
     Raises
     ------
     ValueError
-        If `step` and `factor` never reach `end`.
+        If `factor` is at most 1 and `step` at most 0, so that the sizes would not grow.
     """
     if factor <= 1 and step <= 0:
         raise ValueError(f"step {step} and factor {factor} never reach {end} from {begin}")

@@ -2,9 +2,9 @@
 
 Work is enqueued on *streams*. Work on one stream runs in the order it was enqueued; work on two
 streams runs in any order unless an *event* orders it. The host may rely on the effects of work only
-after `is_done` or `synchronize` returned True for an event recorded after that work. In the other
-direction, a stream can wait until the host, or a stream of another process, writes a word in pinned
-memory.
+after `is_done` or `synchronize` returned True for an event recorded after that work, or after it
+has read a word that `write_word` wrote after that work. In the other direction, a stream can wait
+until the host, or a stream of another process, writes a word in pinned memory.
 
 Addresses are integers.
 
@@ -134,9 +134,9 @@ class Device(Protocol):
         """Let this GPU access the memory of `peer`, another GPU of this process.
 
         The access covers existing and future allocations of `peer`, except allocations from memory
-        pools. `peer` does not get access to this GPU's memory. The call may wait for either GPU, so
-        make it before any stream waits for a word. If `peer` is the same GPU, the call does
-        nothing.
+        pools and memory mapped from pieces (``cuMemMap``). `peer` does not get access to this GPU's
+        memory. The call may wait for either GPU, so make it before any stream waits for a word. If
+        `peer` is the same GPU, the call does nothing.
         """
         ...
 
@@ -189,7 +189,7 @@ class Device(Protocol):
 
         Set `waits` if the stream will wait for words (`wait_word`, `exchange_words`). When streams
         share hardware queues, such a stream does not block the streams that were created without
-        `waits`.
+        `waits`, if the GPU has more than one stream priority.
         """
         ...
 

@@ -89,8 +89,9 @@ class PrimaryContext:
 
         While a thread captures a CUDA graph in the global mode, which is the default, the driver
         refuses potentially unsafe calls, such as cuMemAlloc and cuEventQuery, of all other threads,
-        and invalidates the capture. Calls inside the block are not refused, and do not invalidate
-        the captures of other threads.
+        and invalidates the capture. Calls inside the block are not refused because of captures in
+        other threads, and do not invalidate these captures, unless the calls use the legacy default
+        stream.
 
         Raises
         ------

@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class PortUp(msgspec.Struct, frozen=True, tag="port_up"):
-    """Control message: the sender's port of `rail` is up again; the receiver probes that port."""
+    """Control message: the sender's port of `rail` is up again; the receiver retries the path."""
 
     rail: int
 
@@ -477,7 +477,8 @@ class Failover:
 
     def _watched(self) -> Iterator[tuple[PathKey, tuple[int, int], bool]]:
         awaited = self._links.awaited_peers()
-        # Bypasses are left out: only the kernel's TCP timeouts detect their failure.
+        # Bypasses are left out: they are not probed, so only the kernel's TCP timeouts detect that
+        # a silent bypass has failed.
         for key, path in self._links.on_rails.items():
             if path.state is PathState.UP:
                 # A confirmation that this end sent may be lost although this end expects nothing.

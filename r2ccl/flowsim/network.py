@@ -58,9 +58,9 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     Raises
     ------
     InvalidArgument
-        If `egress` is empty, the rows of a table differ in length, or the tables differ in shape;
-        if `inside_bandwidth` is not above 0; if another value is negative, infinite or NaN; or if a
-        node or a rail does not exist.
+        If `egress` has no node or no rail, the rows of a table differ in length, or the tables
+        differ in shape; if `inside_bandwidth` is not above 0; if another value is negative,
+        infinite or NaN; or if a node or a rail does not exist.
 
     Examples
     --------

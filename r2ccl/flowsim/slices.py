@@ -1,8 +1,9 @@
-"""Division of a buffer into the same chunks and slices as in the executor.
+"""Division of a buffer into chunks, and of these into slices.
 
-Every chunk has at least one slice; an empty chunk has one empty slice, which is sent too. One rule
-of the executor is not modelled: in a direct exchange, it does not divide small parts among the
-channels (``whole_nbytes`` of `r2ccl.planning.lowering.lower`).
+The chunks are those of the executor, and so are the slices if their size is given. Every chunk has
+at least one slice; an empty chunk has one empty slice, which is sent too. One rule of the executor
+is not modelled: in a direct exchange, it does not divide small parts among the channels
+(``whole_nbytes`` of `r2ccl.planning.lowering.lower`).
 """
 
 from __future__ import annotations

@@ -207,7 +207,9 @@ class IpcBoard:
     def is_complete(self, number: int) -> bool:
         """Return whether all ranks of the node have finished round `number`.
 
-        Also return True if this rank called `release` with `number` or a higher number.
+        Also return True if this rank called `release` with `number` or a higher number. A rank that
+        failed counts as finished once its last write has ended the waits of the other ranks; see
+        `failed_before`.
         """
         words = self._words[self.index, _DONE // 4 : _DONE // 4 + self.nlocal]
         return all(_is_reached(word, number) for word in words.tolist())

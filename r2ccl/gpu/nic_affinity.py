@@ -51,8 +51,9 @@ _MOST_DEVICES, _MOST_DEPTH, _MOST_NODES, _MOST_RATES = 256, 16, 32, 16
 class PxnRoute(msgspec.Struct, frozen=True):
     """A rail whose NIC this rank's GPU reaches best through the memory of another GPU.
 
-    ``rail`` is the index of the rail in the `labels` of `find_nic_affinity`. ``via`` is the PCI bus
-    ID of the other GPU, which another rank of this host uses.
+    In a `NicAffinity`, ``rail`` is the index of the rail in the `labels` of `find_nic_affinity`. In
+    the argument of `PxnRoutes`, it is the number of the rail in the transport. ``via`` is the PCI
+    bus ID of the other GPU, which another rank of this host uses.
     """
 
     rail: int

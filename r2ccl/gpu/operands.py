@@ -75,6 +75,11 @@ class DeviceOperands:
         -------
         int
             Number of the work, which is done when `computed` has reached it; 0 if there is no work.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
         """
         if hi == lo:
             return 0

@@ -633,9 +633,9 @@ class PeerBackend(SignalledStream):
 
         Kernels that have not run do nothing, and calls that are not complete fail with `error`. The
         host sets the words for which this rank's stream waits to the number of its last round. The
-        stream of another rank may still overwrite them with lower numbers. Therefore this method
-        also enqueues a last write, of a number above that of any round, to this rank's words in the
-        sections of all ranks; the streams of these ranks then no longer wait for this rank. The
+        stream of another rank may still overwrite them with lower numbers, until that rank calls
+        this method, too: each rank enqueues a last write, of a number above that of any round, to
+        its own words in the sections of all ranks, whose streams then no longer wait for it. The
         other ranks have been told before that this rank fails (`_error_of_others`).
         """
         if self._broken is None:

@@ -193,7 +193,7 @@ class Backend:
     def reduce_scatter(
         self, in_array: Any, out_array: Any, count: int, op: str = "sum", stream: Any = None
     ) -> None:
-        """Reduce `in_array` over all ranks; rank r gets the r-th part of `count` elements.
+        """Reduce `in_array` over all ranks; rank r gets part r, which has `count` elements.
 
         Parameters
         ----------

@@ -10,8 +10,8 @@
     run(client, total, 1000)        # {address of a worker: its result, ...}
 
 Through queues and variables of Dask's scheduler, the ranks exchange the address of rank 0, and the
-secret of the job unless it is set on the workers. They remove these queues and variables when they
-are connected, or have failed.
+secret of the job unless it is set on the workers. The ranks remove these queues and variables when
+they are connected, or have failed.
 """
 
 from __future__ import annotations
@@ -266,9 +266,10 @@ class DaskRanks(RankExchange):
             ) from exc
 
     def forget(self) -> None:
-        """Remove the queues and variables of the exchanges from the scheduler.
+        """Release the queues of the exchanges and, on rank 0, remove the variables.
 
-        Call this once, after the last exchange, even if an exchange failed.
+        The scheduler removes a queue once all ranks have released it. Call this once, after the
+        last exchange, even if an exchange failed.
         """
         for queue, result in self._used:
             queue.close()

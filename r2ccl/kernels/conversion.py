@@ -131,7 +131,8 @@ def premul_sum(factor: complex) -> ConvertedOp:
         May differ between ranks; a rank that passes SUM has factor 1. Integer dtypes need an
         integer, and only complex dtypes accept a complex factor. Otherwise, or if the factor is out
         of range, the collective raises InvalidArgument. For 16-bit and 8-bit floats, the factor is
-        rounded to float32, and the product to float32 and then to the dtype.
+        rounded to float32, and the product to float32 and then, without `accumulate_float32`, to
+        the dtype.
 
     Returns
     -------
@@ -146,8 +147,8 @@ def premul_sum(factor: complex) -> ConvertedOp:
     Notes
     -----
     Equivalent to ``ncclRedOpCreatePreMulSum`` of NCCL. *Cost*: that of SUM, one more pass over the
-    input, and memory of the size of the input, which is reused across calls. The input is not
-    modified, unless it is also the output.
+    input (for 8-bit floats up to five), and memory of the size of the input, which is reused across
+    calls. The input is not modified, unless it is also the output.
     """
     is_number = any(hasattr(factor, name) for name in ("__index__", "__float__", "__complex__"))
     if not is_number or getattr(factor, "ndim", False):  # arrays have these methods, too

@@ -4,8 +4,8 @@ Compiled code calls a kernel through a C function pointer, so the calling code i
 all operations and element types. A kernel combines its sources from the first to the last, one step
 after another, as `r2ccl.kernels.reducer` would: integers wrap, 16-bit floats are computed in
 float32 and rounded at every step, and AVG divides at the end by the number of sources, as
-`r2ccl.kernels.divider` does. The results have the same bits as those of `reducer`, because a call
-may begin in compiled code and end in NumPy.
+`r2ccl.kernels.divider` does. The results have the same bits as those of `reducer`. This is
+necessary because a call may begin in compiled code and end in NumPy.
 """
 
 from __future__ import annotations

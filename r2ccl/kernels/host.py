@@ -1,7 +1,7 @@
 """Reductions in host memory: with NumPy, or with compiled loops for 16-bit and 8-bit floats.
 
-`reducer` loads a compiled loop when it is first called for a 16-bit or 8-bit float, so that this
-happens during planning and not between two slices.
+`reducer` and `divider` load the compiled loop of a 16-bit or 8-bit float themselves, not the
+functions that they return, so that this happens during planning and not between two slices.
 
 Invariant: a kernel keeps no state, allocates no memory that grows with the message, and accepts
 `left` or `right` itself as `out`.

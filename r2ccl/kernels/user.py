@@ -238,7 +238,10 @@ def _nparameters(function: Any) -> int:
 
 
 def _facts(function: Any, name: str, users: tuple[Any, ...] = ()) -> Iterator[object]:
-    """Yield a function's code, default arguments and closure, in a form equal on all hosts.
+    """Yield what a function depends on, in a form equal on all hosts.
+
+    This is its code, default arguments, closure and, for a method, its object; for a NumPy ufunc,
+    it is only the ufunc's name.
 
     `name` is the name of the operation, for messages. `users` is the chain of functions through
     which the operation uses this one: the operation's own function first, the direct user last.

@@ -171,8 +171,8 @@ class Candidate(NamedTuple):
         True if the schedule is over nodes with several ranks; `expand` turns it into one over
         ranks.
     edges : tuple of EdgeAtHome
-        Rails of the edges of channels that are placed already. All edges of the other channels are
-        placed one by one. Edges are between nodes if `is_among_nodes`.
+        Rails of the edges of channels that are placed already. Unless `is_ring`, all edges of the
+        other channels are placed one by one. Edges are between nodes if `is_among_nodes`.
     """
 
     name: str

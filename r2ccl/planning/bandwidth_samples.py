@@ -10,9 +10,10 @@ calls were counted, windows could always, or never, meet the same calls of a ste
 
 Invariant: all ranks select the same calls. The decisions depend only on the candidates, their
 costs and the versions of the health, which are equal on all ranks, and not on other calls. A rank
-may therefore leave out the question about any other call, as it does if compiled code repeats a
-call without a new plan, or if a call in two levels uses one number per chunk. If a rank asks about
-a call that it then does not make, its next question has the same number and replaces the first.
+may therefore leave out `BandwidthSamples.take` for other calls, with the exception described at
+`BandwidthSamples.op`. It does so if compiled code repeats a call without a new plan, and for all
+numbers but the first of a call in two levels, which uses one number per chunk. If a rank passes a
+call to `take` and then does not make it, its next `take` has the same number and replaces this one.
 """
 
 from __future__ import annotations

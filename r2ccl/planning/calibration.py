@@ -5,7 +5,7 @@ follows from the time of a large allreduce minus alpha times the number of its s
 both.
 
 The caller supplies the timing function. It must return the same times on all ranks (the longest
-time of any rank), because equal times give equal rates, and equal rates equal plans.
+time of any rank), because equal times give equal rates, and equal rates give equal plans.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class _Colouring:
         )
 
     def fit(self, edges: int) -> bool:
-        """Change colours until every port fits its capacity; return whether that was possible.
+        """Change colours until every port fits its capacity; return False if no way is found.
 
         A port with share s has the capacity ``edges * s // WHOLE``.
         """

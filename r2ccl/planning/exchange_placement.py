@@ -6,7 +6,7 @@ the other channels, and each channel of each pair of ranks is placed on a rail. 
 their full bandwidth, all rails share one wire, or there are more than `_MOST_EDGES_PLACED` edges,
 channel c uses home rail ``(c - 1) % n``, of n home rails, for all pairs. In a healthy network, this
 loads all ports of a rank alike if the number of channels without channel 0 is a multiple of n.
-Otherwise, one of two rules applies:
+If none of the three conditions holds, one of two rules applies:
 
 1. Parts of equal size: channels are placed so that the ports of each rank are loaded in proportion
    to their shares.
@@ -132,7 +132,7 @@ def _alike(schedule: Schedule, width: int) -> Placement:
 
 
 def _turns(schedule: Schedule, width: int) -> tuple[int, ...]:
-    """Return link channels that place channel c on home rail ``(c - 1) % width``."""
+    """Return link channels that place channel c, above 0, on home rail ``(c - 1) % width``."""
     return (0, *(c * width + (c - 1) % width for c in range(1, schedule.nchannels)))
 
 

@@ -1,7 +1,8 @@
 """Time of an alltoall that places each channel on one rail for all pairs, without its flows.
 
-Nodes whose ports have equal shares exchange equal loads with any other node, so the loads are added
-up per kind of node instead of per pair of ranks. A network has few kinds: most nodes are whole.
+The load that two ranks exchange on each rail depends only on the shares of their nodes' ports.
+Nodes whose ports have equal shares are of one *kind*, and the loads are added up per kind instead
+of per pair of ranks. A network has few kinds: most nodes are whole.
 
 Invariant: the times are those of `r2ccl.planning.placement.port_time` and `mean_time`, from
 integers and fractions only.
@@ -77,9 +78,10 @@ def _loads(both: _Ints, peers: _Ints, channels: _Ints) -> list[Fraction]:
     """Return how much a rank exchanges with other nodes on each home rail.
 
     The unit is the share of one part that one channel carries. `peers` has the number of ranks on
-    each kind of node, and ``both[kind]`` the lesser of the two shares on each rail. `channels` has
-    the number of channels on each rail. The channels of a rail that is down at either end detour
-    over the other rails, in proportion to ``both``.
+    the other nodes of each kind. ``both[kind]`` has, for each rail, the lesser of the shares that
+    this rank's node and a node of that kind have. `channels` has the number of channels on each
+    rail. The channels of a rail that is down at either end detour over the other rails, in
+    proportion to ``both``.
     """
     is_up = both > 0
     direct = (peers @ is_up) * channels

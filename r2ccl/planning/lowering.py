@@ -139,8 +139,9 @@ def lower(
     slice_nbytes : int
         Largest size of a slice. An element larger than this is a slice of its own.
     eager_nbytes : int
-        Ops whose slices have at most this size are sent eagerly. On a link that carries more than
-        four times as much in them, only ops whose slices have at most a quarter of this size are.
+        Ops whose slices have at most this size are sent eagerly. If such ops send more than four
+        times this size on one link, and `whole_nbytes` is 0, only those of them whose slices have
+        at most a quarter of this size are sent eagerly on that link.
     weights : sequence of int, optional
         Weight of each channel's share of the buffer. Default: the program's weights.
     channels : sequence of int, optional

@@ -10,8 +10,8 @@ the worst port of its home rail, so that all channels end together. A port that 
 count for this, because the rail's channels detour only at the hops that use this port
 (`rail_weights`).
 
-`place_edges` serves any schedule: each edge is placed on its own rail, so that the ports of a node
-are loaded in proportion to their shares, and ports that are down are avoided.
+`place_edges` serves any schedule: a rail is chosen for each edge between two nodes, so that the
+ports of a node are loaded in proportion to their shares, and ports that are down are avoided.
 
 Invariant: equal arguments give equal placements, on every rank.
 """

@@ -21,8 +21,8 @@ def announce(
     If compiled code cannot be used although a setting allows it, rank 0 also logs a warning that
     names the consequences.
 
-    If ``R2CC_DEBUG`` is VERSION or WARN, rank 0 instead logs a short line, with the version and the
-    number of ranks, and the other ranks log nothing, as in NCCL.
+    If ``R2CC_DEBUG`` is VERSION or WARN, no rank logs the INFO line. As in NCCL, rank 0 then logs a
+    short line with the version and the number of ranks, and the other ranks log nothing.
 
     Parameters
     ----------

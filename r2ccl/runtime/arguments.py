@@ -607,8 +607,8 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
     ------
     InvalidArgument
         If `x` is not such an object, is a masked array, or does not export its memory; if this
-        memory is on a device, not aligned, byte-swapped or of an unsupported dtype; or, with
-        `writable`, if it is read-only or not C-contiguous.
+        memory is on a device, byte-swapped or of an unsupported dtype; if it is neither aligned nor
+        copied; or, with `writable`, if it is read-only or not C-contiguous.
 
     Notes
     -----

@@ -367,7 +367,7 @@ class Worker:
 
 #: Interval in seconds at which `Worker.settle` checks that its task is still queued.
 _LOOK_S = 0.1
-#: Longest time in seconds from the timeout of a collective to the end of its task with an error.
+#: Time in seconds that `Work.wait` allows, after the timeout of a collective, for its task to end.
 _GRACE_S = 10.0
 
 __all__ = ["Effects", "Task", "Work", "Worker"]

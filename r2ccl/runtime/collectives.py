@@ -186,10 +186,10 @@ class Collectives:
             If the arguments are wrong; no collective was started. InvalidArgument also if another
             rank makes a different call; the communicator has ended.
         ConcurrentCalls
-            If this call is blocking and, at the same time, a blocking collective runs in another
-            thread, or the caller is a function of `user_op` or a signal handler that interrupted a
-            blocking call of its thread. Also if both this call and one that another thread is just
-            starting are on device memory.
+            If this call is blocking, and a blocking collective runs in another thread while no
+            asynchronous one is pending. If this call is blocking, and the caller is a function of
+            `user_op`, or a signal handler that interrupted a blocking call of its thread. Also if
+            both this call and one that another thread is just starting are on device memory.
         R2cclError
             If calls are refused, or the collective failed; the communicator has ended.
         """
@@ -287,7 +287,7 @@ class Collectives:
         return request.result if convert is None else convert(request.result)
 
     def joint(self, fn: Callable[[], _T]) -> _T:
-        """Return ``fn()``; Ctrl-C ends the communicators, because other ranks wait for this one."""
+        """Return ``fn()``; Ctrl-C ends the job's communicators: other ranks wait for this rank."""
         try:
             return fn()
         except BaseException as exc:
@@ -482,14 +482,14 @@ class Collectives:
         """Return a new array for collectives; see `Communicator.empty`.
 
         If all ranks share memory, the array is in memory that all ranks can access directly.
-        Otherwise it is in registered memory.
+        Otherwise, unless it is empty, the array is registered with the transport.
 
         Raises
         ------
         InvalidArgument, TransportError
             As `Communicator.empty`; the communicator stays usable.
         ConcurrentCalls
-            As `require_free`, or if a blocking collective runs in another thread.
+            As `require_free`, or if `is_blocking`.
         R2cclError
             If the communicator has ended, or ends meanwhile.
         """
@@ -555,8 +555,9 @@ class Collectives:
     def _start_on_gpu(self, request: Request, stream: Any, is_async: bool) -> Any:
         """Start a call on device memory; see `start` for the errors.
 
-        The worker runs it, but a blocking call is refused as one on host memory is, because other
-        ranks may make the two calls in the other order.
+        The worker runs the call. Like a blocking call on host memory, a blocking call is refused
+        while another thread runs a blocking collective, because other ranks may make these two
+        calls in the opposite order.
         """
         if not is_async and (self.is_below or self.is_blocking):
             raise self._concurrent()
@@ -597,7 +598,8 @@ class Collectives:
 class LoggedCollectives(Collectives):
     """Entry point for the collectives of one communicator, which logs each call at DEBUG.
 
-    A subclass, made only if DEBUG is on, so that other calls need no check of the level.
+    `collectives_class` chooses this subclass only if DEBUG is on when the communicator is made, so
+    that calls need no check of the level.
     """
 
     def start(self, stream: Any, is_async: bool, make: Make, x: Any, out: Any, *rest: Any) -> Any:

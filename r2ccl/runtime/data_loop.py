@@ -12,9 +12,10 @@ changes. A call in compiled code may leave state of the links in its tables, so 
 repeated (`r2ccl.runtime.compiled.call`); a thread that becomes the owner for another purpose first
 settles this state.
 
-Invariants: every wait has a deadline. No blocking call ends, by result, error or Ctrl-C, while a
-peer could still write into its memory. If a call could not end properly, which a second Ctrl-C can
-cause, the control thread ends the job's communicators at its next tick.
+Invariants: every wait for other ranks has a deadline. No blocking call ends, by result, error or
+Ctrl-C, while a peer could still write into its memory. The exception is a call that could not end
+properly, which repeated Ctrl-C can cause: the control thread ends the job's communicators at its
+next tick.
 """
 
 from __future__ import annotations
@@ -338,7 +339,7 @@ class DataLoop:
         """Run the events in the inbox as the owner; return True.
 
         If a call could not end properly, end the communicators first. An event that raises an
-        exception ends them, too.
+        exception ends them, too. If the transport is freed, drop the events instead.
         """
         try:
             self.settle_held()
@@ -803,9 +804,9 @@ def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> C
 
 
 def _home_of(context: RankContext) -> int:
-    """Return a CPU for this rank, different from those of the other ranks of its host.
+    """Return a CPU for this rank; -1 if it is alone on its host, or `home_cpu` finds none.
 
-    -1 if the rank is alone on its host, or `home_cpu` finds none.
+    Each rank of the host gets a different CPU if all of them may run on the same CPUs.
     """
     own = [rank for rank, host in enumerate(context.hosts) if host == context.hosts[context.rank]]
     return home_cpu(own.index(context.rank), len(own)) if len(own) > 1 else -1

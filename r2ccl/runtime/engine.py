@@ -711,9 +711,10 @@ class Engine:
 
         `peers` are ranks of the job.
 
-        After `STANDBY_S`, one path to each peer is enough. Paths on last-resort rails are connected
-        too, but this method does not wait for them: they are used only if all other rails are lost.
-        Nor does it wait for paths with a port that is known to be down.
+        After `STANDBY_S`, one path to each peer is enough. Paths on the rails in
+        `RankContext.last_resorts` are connected too, but this method does not wait for them: they
+        are used only if all other rails are lost. Nor does it wait for paths with a port that is
+        known to be down.
         """
         self.nconnects += 1
         self._failover.connect_peers(peers)

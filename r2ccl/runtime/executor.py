@@ -19,7 +19,7 @@ all its slices are: an eager slice when it is copied, a cleared slice when it is
 (`r2ccl.failover.migration.link`) releases a cleared slice when the transport no longer reads its
 memory and, if `Config.is_resilient`, the peer has confirmed it. A receive with `Op.is_proof` may
 overwrite the memory of slices that the transport no longer reads but the peer has not confirmed,
-because the received message implies their confirmation.
+because the data to be received is sent only after these slices were received.
 """
 
 from __future__ import annotations
@@ -312,7 +312,10 @@ class LaneRun:
     # Called by Links and Progress
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
-        """Use a slice that has arrived if its op may run; otherwise keep it for `advance`."""
+        """Use a slice that has arrived if its op may run; otherwise keep it for `advance`.
+
+        While an earlier slice of the same link is kept, keep this slice, too.
+        """
         index = landing.index
         step = self._steps[index]
         cursor = self._receivers[step.peer]
@@ -483,7 +486,7 @@ class LaneRun:
     # Local steps
 
     def _run_local(self) -> bool:
-        """Run the COPY and REDUCE ops whose dependencies are done."""
+        """Run the COPY and REDUCE ops whose dependencies are done, or deferred to the stream."""
         has_moved = False
         for index in list(self._local):
             step = self._steps[index]

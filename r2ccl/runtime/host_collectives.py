@@ -163,7 +163,7 @@ class HostCollectives:
             run_engine=self.run_engine,
             scratch=self._scratch_of,
         )
-        self.network_repeats.forget()  # all ranks take part in the next call in two levels
+        self.network_repeats.forget()  # from now on, these calls may run in two levels
 
     @property
     def shares_memory(self) -> bool:
@@ -265,7 +265,8 @@ class HostCollectives:
 
         Notes
         -----
-        *Collective*: all ranks. To be called before any other call can be made.
+        *Collective*: all ranks. To be called before any other call can be made; the caller need
+        not hold the turn.
         """
         health = self._engine.whole_health
 

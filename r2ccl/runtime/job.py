@@ -280,9 +280,10 @@ class Job:
         """Close a communicator, or all if it is the first one; see `Communicator.close`.
 
         Abort instead if a blocking collective is in progress on a communicator to close
-        (`Participant.is_blocking`), or if the caller is a signal handler that interrupted a call
-        (`is_below`). A blocking call that waits behind asynchronous calls counts as one of them: it
-        is waited for, and so is a call of this method for the same communicator in another thread.
+        (`Participant.is_blocking`), or if the caller is a signal handler that interrupted a call or
+        a function of `user_op` (`is_below`). A blocking call that waits behind asynchronous calls
+        counts as one of them: it is waited for, and so is a call of this method for the same
+        communicator in another thread.
         Do nothing in a forked process: a thread of the parent may have held any lock at the fork.
         Do not wait while Python ends, because the control thread does not run any more: then only
         refuse calls.
@@ -415,8 +416,9 @@ class Job:
     def free(self, deadline_s: float) -> None:
         """Start the cleanup unless it has started; wait at most `deadline_s` + `_BOUND_S` for it.
 
-        `deadline_s`, in seconds, is also the timeout of the cleanup's steps. In a signal handler
-        that interrupted a call, wait only until the control plane is closed. Do nothing in a forked
+        If this call starts the cleanup, `deadline_s`, in seconds, is also the timeout of its steps,
+        except the last step, which frees memory and connections and has longer timeouts of its
+        own. If `is_below`, wait only until the control plane is closed. Do nothing in a forked
         process, or while Python ends, when the thread of the cleanup does not run any more.
         """
         if self.is_forked or sys.is_finalizing():

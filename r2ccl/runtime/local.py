@@ -90,6 +90,8 @@ class LocalCalls:
     def takes(self, call: CallSignature) -> bool:
         """Return whether calls with this collective, dtype and op run in shared memory.
 
+        A call with a schedule of the user never does; `run` checks this.
+
         Raises
         ------
         InvalidArgument

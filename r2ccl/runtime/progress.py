@@ -1,9 +1,9 @@
 """The data loop: moves slices between the links and the transport.
 
-`Progress.step` polls the transport, updates the links, delivers slices to the collective or message
-that expects them (its `Consumer`), confirms consumed slices and flushes the transport. Failure
-events go to handlers of `r2ccl.failover`. The data loop has no thread and no lock:
-`r2ccl.runtime.data_loop` ensures that one thread at a time calls it.
+`Progress.step` polls the transport, updates the links, delivers each slice to its `Consumer` (a
+lane of a collective, a message, or the envelopes of messages), confirms consumed slices and flushes
+the transport. Failure events go to handlers of `r2ccl.failover`. The data loop has no thread and no
+lock: `r2ccl.runtime.data_loop` ensures that one thread at a time calls it.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Progress:
     def _take_computed(self) -> bool:
         """Let `advance` run the consumers of each call whose deferred work has progressed.
 
-        Return whether the work of any call has.
+        Return whether there is such a call.
         """
         has_computed = False
         for calls, computer in self._computers.items():

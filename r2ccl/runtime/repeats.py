@@ -1,8 +1,8 @@
 """Calls that compiled code can run again, with arrays of the same form, without a new request.
 
-A call that repeats an earlier one need not check its arguments, plan or prepare anything. It is
-found first by the function that makes its request, then by its *form*: the types, shapes and dtypes
-of its arrays and the other arguments.
+A call that repeats an earlier one need not check its arguments, plan or prepare anything. The
+earlier call is found first by the function that makes the request, then by its *form*: the types,
+sizes and dtypes of its arrays, how they overlap, and the other arguments.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Repeats:
 class NetworkRepeats(Repeats):
     """Calls of one communicator over the network that can be run again.
 
-    A call can be run again while compiled code holds calls, which may be those of any communicator
-    (`r2ccl.runtime.compiled.hold`).
+    A call can be run again only while compiled code holds at least one call, which may be of any
+    communicator (`r2ccl.runtime.compiled.hold`).
 
     Parameters
     ----------

@@ -173,7 +173,7 @@ def agree(
     ------
     InvalidArgument
         If `color` or `key` is not an integer of 64 bits, if `allgather` returns bytes that no rank
-        passes, or if no context id is free on all ranks of the new communicator.
+        can have passed, or if no context id is free on all ranks of the new communicator.
     TransportTimeout
         If, after `timeout_s`, other threads are still making communicators, or all context ids of a
         rank are still in use.

@@ -44,7 +44,7 @@ class StagedCall(NamedTuple):
     parts : Parts or None
         Ranges of the parts in `source` and `output`; None: they follow from the signature.
     before, after : BlockCopy or None
-        Copy to be made before and after the schedule runs.
+        Copy to be made before the schedule runs, and copy to be made after it; None: no copy.
     """
 
     source: Array

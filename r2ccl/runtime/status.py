@@ -155,7 +155,8 @@ class LinkEntry(msgspec.Struct, frozen=True):
     posted : int
         Number of slices to the peer that were posted.
     confirmed : int
-        Number of slices to the peer that the peer has confirmed as consumed.
+        Number of slices to the peer that the peer has confirmed. Over TCP, the last slice of a link
+        in a call may be confirmed before the peer has consumed it.
     wanted : int
         Number of slices from the peer for which a receive was posted.
     received : int

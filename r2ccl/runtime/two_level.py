@@ -353,7 +353,7 @@ class _Run:
             has_begun=True,
         )
         if task.error is not None:
-            engine.check()  # raises the error that ended the communicator, if no call has yet
+            engine.check()  # if the communicator has ended, this raises the error to report
         task.succeed()
 
     def _failed(self, error: BaseException) -> BaseException:

@@ -13,7 +13,7 @@ chunks, the buffer is divided into as many chunks as the greatest common divisor
 and each channel divides its piece of a chunk further.
 
 The pieces cover the buffer without overlap. They are computed with integers from the arguments
-only, so ranks with equal counts, weights and item sizes get the same layout without communication.
+only, so ranks with equal arguments get the same layout without communication.
 
 A buffer may consist of parts (`Parts`), which can differ in size and lie anywhere in memory. The
 division of a part does not depend on other parts, or on its place in memory, so the sender and the

@@ -41,8 +41,8 @@ class Conditions(msgspec.Struct, frozen=True):
         the end; None if the chunk is undefined.
     is_reduction : bool
         True if every defined OUTPUT chunk must hold the reduced contributions of all ranks. The ops
-        that complete these reductions have `is_final`. False in a scan or exscan, whose outputs
-        hold only some contributions.
+        that complete these reductions have `is_final`. False in a scan or exscan, in which the
+        outputs of different ranks hold different contributions.
     is_ordered : bool
         True if contributions may only be reduced in rank order: every operand holds the
         contributions of consecutive ranks, and the last rank of the left operand is just below the

@@ -82,7 +82,7 @@ class _Waits:
         self._is_receive = is_receive.view(np.uint8).data
 
     def require(self, earlier: int, later: int, verb: str) -> None:
-        """Raise ScheduleError unless `earlier` always ends before `later` uses its memory.
+        """Raise ScheduleError unless `earlier` always ends before `later` uses the same memory.
 
         `verb` says in the text of the error what `later` does with the memory: "overwrites", for
         example.
@@ -113,7 +113,7 @@ class _Waits:
                 )
 
     def _is_ordered(self, earlier: int, later: int) -> bool:
-        """Return True if ``after`` and messages order the end of `earlier` before `later`.
+        """Return True if ``after`` and messages order `earlier`'s end before `later`'s beginning.
 
         Also return True if `later` is a receive whose message cannot be sent before `earlier` has
         ended, because a receive uses its memory only when the message arrives.

@@ -15,10 +15,10 @@ A chunk is sent as slices. If an op waits for another op on the same chunk index
 slice k only; if the chunk indices differ, every slice waits for the whole op.
 
 An op that receives, reduces or copies is done when its destination holds the data. A SEND is done
-when its source memory is released: the peer has confirmed the slice and the local request is
-retired, or the slice was copied to an eager slot. A peer confirms a slice when it has *landed*. The
-slices of a RECV_REDUCE land outside the user's buffers and are confirmed before they are reduced;
-otherwise two ranks that exchange a chunk and reduce it in place would deadlock.
+when its source memory is released: the peer has confirmed the slice and the transport no longer
+reads the memory, or the slice was copied to an eager slot. A peer confirms a slice when it has
+*landed*. The slices of a RECV_REDUCE land outside the user's buffers and are confirmed before they
+are reduced; otherwise two ranks that exchange a chunk and reduce it in place would deadlock.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def _require_types(self) -> None:
-        """Refuse fields of a wrong type: plans are kept by schedule, and ranks hash its fields."""
+        """Refuse fields of a wrong type, because caches use the schedule as a key."""
         for field, is_right, wanted in (
             ("name", isinstance(self.name, str), "a string"),
             ("collective", isinstance(self.collective, str), "a string"),
@@ -261,8 +261,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         InvalidArgument
             If `rank` is not in ``range(nranks)``.
         ScheduleError
-            If `generate` does not return a tuple, or a list, with a tuple or list of ops for each
-            channel.
+            If `generate` does not return a tuple or list of tuples or lists; neither their number
+            nor their items are checked.
         """
         if not 0 <= rank < self.nranks:
             raise InvalidArgument(

@@ -42,7 +42,8 @@ INPUTS, OUTPUTS = 48, 64
 DONE = 2 * LINE_NBYTES
 #: Offset from POSTED, and from DONE, to the number of threads that sleep until this word changes.
 WAITERS = LINE_NBYTES
-#: 1 + the number of the CPU on which the owner was during its last long wait; 0: none yet.
+#: 1 + the number of the CPU on which the owner was when it last called `leave_cpu_of_peer` of
+#: `r2ccl.shm.waiting`; 0: not yet.
 CPU = 9 * LINE_NBYTES
 #: 1 after a call of the owner has raised an error: the owner may change its arrays at any time.
 LEFT = 10 * LINE_NBYTES
@@ -75,7 +76,7 @@ assert LENGTHS + 2 * 8 * MAX_NRANKS <= SLOTS
 RANK, NRANKS = 0, 1
 #: Last round of the previous call; number of calls begun.
 LAST, NCALLS = 2, 3
-#: Last round whose stage slot all peers have read.
+#: Last round whose stage slot, as far as this rank knows, no peer will read any more.
 SAFE = 4
 #: Position in the call: index of the current round, from -1, and next step in it; see
 #: `r2ccl.shm.exchange`.
@@ -92,7 +93,8 @@ YIELDS = 12
 #: Longest sleep before the caller looks for signals and failures, a ``struct timespec``, which
 #: `set_sleep` writes.
 SLEEP_S, SLEEP_NS = 13, 14
-#: Outputs of at least this many bytes are written without storing them in the caches.
+#: Outputs of at least this many bytes are written without storing them in the caches, with
+#: exceptions for calls in place.
 STREAM_NBYTES = 15
 #: Number of successive waits for which the pauses did not suffice.
 MISSES = 16

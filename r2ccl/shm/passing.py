@@ -145,7 +145,8 @@ class SegmentListener:
         Raises
         ------
         OSError
-            As `Deadline.until_readable`.
+            As `Deadline.until_readable`, or if the connection cannot be accepted, for example
+            because no descriptor is free.
         """
         assert self._socket is not None, "the socket cannot be used"
         deadline.until_readable(self._socket)

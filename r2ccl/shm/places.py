@@ -1,8 +1,8 @@
 """Compiled steps that find arrays in memory which all ranks map; see `r2ccl.shm.symmetric`.
 
 The *place* of such an array is a word that has the same meaning on all ranks: the number of its
-segment and the offset in it. In the first round of a call, each rank publishes the places of its
-arrays in its header, so all ranks know how the call continues:
+segment and the offset in it. In the first round of a call that allows direct access, each rank
+publishes in its header the places that its arrays have, so all ranks know how the call continues:
 
 - If all ranks that send have published places, peers access the arrays directly.
 - If none of them has, data passes through slots.

@@ -254,9 +254,10 @@ class Rings:
     def pump(self, is_waiting: bool) -> int:
         """Move data until an event occurs; return the event, see `r2ccl.shm.message_layout`.
 
-        The property `peer` is the peer of the event. If there is no event and no data can move,
-        return IDLE; with `is_waiting`, first wait up to some milliseconds for an event, without the
-        GIL.
+        The property `peer` is the peer of the event, unless the event is MOVED or IDLE. Return
+        MOVED if data has moved and there is no event of a peer. If there is none and no data can
+        move, return IDLE; with `is_waiting`, first wait up to some milliseconds for an event,
+        without the GIL.
         """
         event = self._pump(self.state, self.table, is_waiting)
         if is_waiting and event == layout.IDLE:
@@ -269,9 +270,9 @@ class Rings:
         return int(self._table[layout.PEER])
 
     def wake(self) -> None:
-        """Make a thread of this rank that waits in compiled code return; any thread may call it.
+        """Make the thread of this rank that waits in compiled code return to Python.
 
-        Does nothing after `close`.
+        Any thread may call this method. Does nothing after `close`.
         """
         with self._wakes:
             if self._bell:

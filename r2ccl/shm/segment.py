@@ -3,8 +3,8 @@
 A segment is an anonymous file in memory (memfd), which has no name in any file system and is freed
 when no process uses it any more. Its size is sealed, so that no rank can shrink it and thereby
 cause a fault in another rank. Its pages are allocated when it is made, so that a lack of memory is
-an error before the first call. Only the rings for messages are allocated later, when they are first
-used.
+an error at that time, and not in a later call. Only the rings for messages are allocated later,
+when they are first used.
 """
 
 from __future__ import annotations

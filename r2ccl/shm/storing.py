@@ -3,9 +3,10 @@
 Which way is faster depends on the cores of the ranks. If they share a last-level cache, the peer
 finds the data there. If not, it fetches each line from the other core's cache, which takes several
 times as long as reading memory. The scheduler, or a hypervisor, may move a rank to another core at
-any time. Each prepared call therefore remembers the shortest recent duration with each way, and
-uses the faster way, except in some calls, which try the slower one. These trials are the same calls
-on all ranks, because a way makes a difference only if all ranks use it.
+any time. Each prepared call therefore uses the two ways in turn at first, remembers the shortest
+recent duration with each, and then uses the faster way, except in some calls, which try the slower
+one. All ranks make these trials in the same calls, because a way makes a difference only if all
+ranks use it.
 
 Small calls (see `LEAST_NBYTES`), calls with a root, and scans do not choose: they write to the
 caches.
@@ -41,9 +42,9 @@ _NFIRST = 5
 def choose(state: Any, given: Any, nbytes: Any) -> None:
     """Choose how this rank writes its slots in a call that begins.
 
-    `given` is a pointer to the words of the prepared call, and `nbytes` the size of a part or, in
-    an allreduce, of the whole input. With less than `LEAST_NBYTES`, for example 0, the rank writes
-    to the caches.
+    `given` is a pointer to the words of the prepared call. `nbytes` is the size of a part (the mean
+    size, if parts differ in size) or, in an allreduce, of the whole input. With less than
+    `LEAST_NBYTES`, for example 0, the rank writes to the caches.
     """
     state[BEGUN_NS] = 0
     state[IS_PAST_CACHES] = 0

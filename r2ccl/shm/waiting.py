@@ -139,8 +139,8 @@ def note_pauses(state: Any, limit: Any, has_sufficed: Any) -> None:
 def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
     """Wait until a word of a peer is at least `value`, and return True.
 
-    Return False if the word has not changed when a sleep ends: after its full length, by a signal
-    or by ``wake_all``.
+    Return False if the word has not changed when a sleep ends: after its full length, by a signal,
+    by ``wake_all``, or by a wake for a change that this thread had already seen.
 
     Parameters
     ----------

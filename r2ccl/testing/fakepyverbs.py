@@ -1,6 +1,6 @@
 """Fake pyverbs with RDMA NICs in memory, whose completion queues overrun like real ones.
 
-`installed` replaces pyverbs in ``sys.modules`` and reimports the modules that use it. So the
+`installed` replaces pyverbs in ``sys.modules`` and reimports the modules that import it. So the
 unmodified `r2ccl.transport.verbs.transport` runs without an RDMA device and without pyverbs. All
 NICs of a `FakeFabric` reach each other. The fake implements the part of verbs that r2ccl uses:
 reliable queue pairs, RDMA writes with and without immediate data, flushed requests, and one

@@ -1,9 +1,10 @@
 """Fake of an open RDMA device: fake pyverbs objects and the C structs that they point to.
 
 The structs and the function table are in NumPy memory with libibverbs' layout; the caller supplies
-the addresses of the functions. `r2ccl.transport.verbs.fastpath` (the compiled path) reads these
-structs and calls the functions of the table directly. With the fake, the compiled path can be
-tested without a device and without pyverbs; `rates` measures the cost of the compiled path.
+the addresses of the functions. `r2ccl.transport.verbs.layout` reads these structs, and
+`r2ccl.transport.verbs.fastpath` (the compiled path) calls the functions of the table directly. With
+the fake, both can be tested without a device and without pyverbs; `rates` measures the cost of the
+compiled path.
 
 Keep a `FakeNic` for as long as the addresses of its structs are used.
 """

@@ -76,7 +76,7 @@ class FaultPlan:
         ------
         InvalidArgument
             If `data` is not a JSON list, or a fault is malformed or has no trigger. The message
-            names the fault or its position.
+            about a fault names the fault or its position.
         """
         try:
             return cls(_faults_decoder.decode(data))

@@ -1,9 +1,10 @@
 """Rank side of a fault plan: triggers each fault at its collective and slice.
 
-`ReportingTransport` calls `FaultReporter.at` before it posts each slice of the newest collective.
-If a fault is due, `at` applies it and returns once the fault is in force, so the fault takes effect
-exactly at that slice. In a netlab the lab applies the fault: `LabClient` sends the request over the
-Unix socket in ``R2CC_FAULT_SOCKET``. If no fault is due, `at` costs one comparison.
+`ReportingTransport` calls `FaultReporter.at` before it posts each slice of the user's newest
+collective. If a fault is due, `at` applies it and returns once the fault is in force, so the fault
+takes effect exactly at that slice. In a netlab the lab applies the fault: `LabClient` sends the
+request over the Unix socket in ``R2CC_FAULT_SOCKET``. If no fault is due, `at` costs one
+comparison.
 """
 
 from __future__ import annotations

@@ -254,7 +254,8 @@ def run_in_netlab(
     InvalidArgument
         If `argv` is a text, or a fault or the shape is wrong.
     LabError
-        If the lab cannot be built, a fault cannot be applied or undone, or a rank cannot be ended.
+        If the lab cannot be built or removed, or the run fails in it, for example because a fault
+        cannot be applied or a rank cannot be ended; see `Lab` and `Lab.run`.
     """
     check_argv(argv)
     plan = FaultPlan(Fault.parse(each) if isinstance(each, str) else each for each in faults)

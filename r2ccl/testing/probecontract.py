@@ -59,7 +59,8 @@ def check_probe_is_answered_for_an_idle_process(bench: Bench) -> None:
 def check_probe_of_a_port_that_is_gone(bench: Bench) -> None:
     """Check that probes of a disconnected port fail, while the peer's other port answers.
 
-    A second probe of the disconnected port must fail in the same way.
+    A second probe of the disconnected port must fail in the same way. A probe of it from the other
+    rail must fail too, or have the outcome None if `Bench.cross` is None.
     """
     bench.join_probes()
     gone, beside = STRAIGHT

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 #: Folders searched after PATH.
 _ADMINISTRATOR_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 
-#: Debian package of each program that the labs start.
+#: Debian package of each program that `describe_missing` accepts.
 _PACKAGES = {
     "ip": "iproute2",
     "rdma": "iproute2",
@@ -39,7 +39,7 @@ def describe_missing(names: Iterable[str]) -> str:
     Parameters
     ----------
     names : iterable of str
-        Programs that the labs start: ip, rdma, sh, tc, unshare.
+        Names of programs, each one of ip, rdma, sh, tc and unshare.
 
     Returns
     -------

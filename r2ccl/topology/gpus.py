@@ -5,8 +5,8 @@
 ``cuda.bindings.nvml``, which it imports when created.
 
 Invariant: `find_gpus` raises no error on a machine without CUDA. It then returns no GPUs, and a
-remark with the reason. If NVML is missing and there are several GPUs, a remark states that the
-NVLinks were inferred.
+remark with the reason. If NVML is missing or fails, and there are several GPUs, a remark states
+that the NVLinks were inferred.
 
 References
 ----------
@@ -140,7 +140,7 @@ def read_gpus(source: GpuSource, open_links: Callable[[], LinkSource]) -> GpuFac
 
 
 def find_gpus() -> GpuFacts:
-    """Read the GPUs of this machine; if CUDA does not work, return no GPUs and a remark on why.
+    """Read the GPUs that this process may use; if CUDA fails, return no GPUs and a remark on why.
 
     Notes
     -----

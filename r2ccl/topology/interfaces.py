@@ -62,15 +62,15 @@ def discover(
     Parameters
     ----------
     config : Config
-        ``socket_ifname`` selects interfaces. ``rails`` sets the number of rails; 0 means one per
-        interface, or 2 on loopback. ``last_resort`` sets the interface of the last-resort rail,
-        which carries data only between two ranks that have no other rail left; it is ignored if the
-        rails are on loopback or `rdma_names` is not empty.
+        ``socket_ifname`` selects interfaces. ``rails`` sets the number of rails, without the
+        last-resort rail; 0 means one per interface, or 2 on loopback. ``last_resort`` sets the
+        interface of the last-resort rail, which carries data only between two ranks that have no
+        other rail left; it is ignored if the rails are on loopback or `rdma_names` is not empty.
     exclude_addresses : collection of str
         Addresses of the management interface. Interfaces with one of these addresses are left out
-        unless ``socket_ifname`` names them or no other interface qualifies. If ``last_resort`` is
-        ``auto``, such an interface that is left out carries the last-resort rail, unless
-        ``socket_ifname`` excludes it.
+        unless ``socket_ifname`` names them, no other interface qualifies, or `rdma_names` is not
+        empty. If ``last_resort`` is ``auto``, such an interface that is left out carries the
+        last-resort rail, unless ``socket_ifname`` excludes it.
     rdma_names : collection of str
         Name of the interface of each RDMA NIC in use, empty if the NIC has none. If there are RDMA
         NICs in use, all socket rails serve as last-resort rails beside RDMA. Unless

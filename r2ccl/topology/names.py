@@ -1,6 +1,8 @@
 """Filters of device names in NCCL's syntax, and the order in which devices are numbered.
 
-Invariant: filters and order depend only on the names, so all processes of a host agree.
+Invariant: whether a filter lists a device depends only on the filter's text and on the name and the
+port of the device; the order of devices depends only on their names. Processes with equal settings
+therefore agree.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class NameFilter:
     def lists(self, name: str, port: int | None = None) -> bool:
         """Return whether the list names a device, even if the list is an exclusion.
 
-        With `port`, return whether the list names that port of the device or the whole device.
+        With `port`, return whether the list names that port of the device or the whole device;
+        without, whether it names the whole device or any port of it.
         """
         return any(
             (name == rule.name if rule.is_exact else name.startswith(rule.name))

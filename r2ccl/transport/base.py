@@ -457,11 +457,12 @@ class Transport(Protocol):
 
         A call has no effect while a probe of the same key is in flight.
 
-        ``Probed.is_answered`` is None if the probe could not be made and so proves nothing, for
-        example because the rail does not exist. It is also None if a probe between different rails
-        is not answered and no probe of the same key was ever answered: some fabrics do not connect
-        ports of different rails at all. In all other cases without an answer it is False, for
-        example after the probe timeout, or if the local NIC could not send.
+        ``Probed.is_answered`` is None if the probe, or a part of it, could not be made and so
+        proves nothing, for example because the rail does not exist or no file descriptor is free.
+        It is also None if a probe between different rails is not answered and no probe of the same
+        key was ever answered: some fabrics do not connect ports of different rails at all. In all
+        other cases without an answer it is False, for example after the probe timeout, or if the
+        local NIC could not send.
         """
         ...
 

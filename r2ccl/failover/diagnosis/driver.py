@@ -231,7 +231,7 @@ class Diagnosis:
                 self._go_on(case)
 
     def withdrawn(self, key: PathKey) -> None:
-        """Drop the diagnosis of path `key`, if any, because a port of the path is excluded.
+        """Drop a diagnosis of path `key` that runs or is queued: a port of the path is excluded.
 
         The path has not failed. A diagnosis may have begun because the peer learned of the
         exclusion first and closed the connection, and this end saw only the closed connection.
@@ -242,7 +242,7 @@ class Diagnosis:
             self._forget_questions(case)
 
     def stop(self) -> None:
-        """End all diagnoses without a verdict, because the communicator has ended.
+        """End all diagnoses, because the communicator has ended; they give no further verdict.
 
         The peers close their connections then, which proves nothing about a failure. `verdicts`
         still returns the verdicts made before.
@@ -263,7 +263,7 @@ class Diagnosis:
             self._begin(key, self._paths[key].epoch)
 
     def tick(self, now: float, *, is_calm: bool) -> None:
-        """End overdue rounds, and begin queued diagnoses while fewer than `MAX_DIAGNOSES` run.
+        """End overdue probes; begin queued diagnoses while fewer than `MAX_DIAGNOSES` run.
 
         Parameters
         ----------

@@ -4,9 +4,10 @@ Theory of operation
 -------------------
 A path (peer, rail) joins two *ports*, this rank's and the peer's. A port stands for the NIC, its
 cable and the switch port that the cable is plugged into. A port that reports itself down is at
-fault. Otherwise ports are probed (`r2ccl.transport.base.Transport.probe`). The NIC or the kernel
-answers a probe, never the process. Probes between the local port, the remote port and an auxiliary
-third port (aux) show which part is at fault::
+fault; if both do, the rail is. Otherwise ports are probed
+(`r2ccl.transport.base.Transport.probe`). The NIC or the kernel answers a probe, never the process.
+Probes between the local port, the remote port and an auxiliary third port (aux) show which part is
+at fault::
 
     local -> remote   aux -> remote   local -> aux   verdict
     ------------------------------------------------------------------------------------

@@ -101,8 +101,8 @@ class SendLink:
     """Sending end of a link.
 
     A slice is *retired* when the transport has reported it sent or its path was fenced. The
-    transport then no longer reads a cleared slice. A slice is *released* when, in addition, the
-    receiver has confirmed it: its memory may then be used again.
+    transport then no longer reads a cleared slice, unless the slice is replayed. A slice is
+    *released* when, in addition, the receiver has confirmed it: its memory may then be used again.
 
     Parameters
     ----------
@@ -401,8 +401,8 @@ class RecvLink:
         0 means that the transport must not confirm by itself. A confirmation covers all earlier
         slices too, and only slices on one path keep their order. The count is therefore 0 unless
         every slice still expected travels on the path of `landing`. It is also 0 for a slice that
-        is not the last of its call, and for one that is replayed: a replay overtakes queued slices,
-        so its arrival does not prove that they arrived.
+        is not the last of its call, and for one that may be a replay: a replay overtakes queued
+        slices, so its arrival does not prove that they arrived.
         """
         if not landing.is_last or landing.was_lost:
             return 0
@@ -436,7 +436,7 @@ class RecvLink:
         return self.landings.pop(seq), *self.arrivals.pop(seq)
 
     def consume(self) -> None:
-        """Count the oldest delivered slice as consumed: it may be confirmed.
+        """Count the oldest delivered slice not consumed yet as consumed: it may be confirmed.
 
         Raises
         ------

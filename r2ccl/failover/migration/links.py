@@ -5,7 +5,8 @@ migration resumes links on other paths. `Links` also keeps the `Calls` of every 
 `Frame` carries the number and signature of its call), and passes the times of slices to the
 bandwidth measurement. Only the thread that owns the data loop may modify a `Links`.
 
-Invariant: a view given to the transport stays referenced by its link until the slice is released.
+Invariant: a view given to the transport stays referenced by its link until the slice is released,
+or until `Links.forget` drops it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Consumer(Protocol):
         ...
 
     def on_retired(self, index: int) -> None:
-        """Handle one more retired cleared slice: its memory is not read any more.
+        """Handle one more retired cleared slice: only a replay may still read its memory.
 
         `index` is the `Slice.index` of the slice.
         """
@@ -400,7 +401,7 @@ class Links:
         link.post(None, calls.op, calls.signature, consumer, link.peer)
 
     def consume(self, link: RecvLink, is_eager: bool) -> None:
-        """Count the oldest delivered slice as consumed.
+        """Count the oldest delivered slice that is not consumed yet as consumed.
 
         A cleared slice is confirmed when the data loop advances next (`Progress.advance`). An eager
         slice is confirmed with the next frame of its channel to the peer, by `confirm_all`, or once
@@ -440,7 +441,8 @@ class Links:
         token : object
             Token of the landing place; None sends the slice eagerly.
         is_replay : bool
-            True sends a cleared slice ahead of others that are queued; see `Transport.isend`.
+            True sends a cleared slice ahead of the queued ones that are not replays; see
+            `Transport.isend`.
         """
         key = item.path
         assert key is not None
@@ -523,7 +525,8 @@ class Links:
     def release(self, slices: list[Slice]) -> None:
         """Notify the consumers of the cleared slices in `slices` that these are released.
 
-        Also pass the slices that belong to a bandwidth sample to `balance`.
+        Also pass those that belong to a bandwidth sample, and were not lost with a path, to
+        `balance`.
         """
         balance = self.balance
         for item in slices:

@@ -141,7 +141,10 @@ class RepairLog:
                 repair.restored_s = now
 
     def sequel(self, key: PathKey, epoch: int) -> str:
-        """Return a description of the repair of `key` in `epoch`; empty if it is not done."""
+        """Return a description of the repair of `key` in `epoch`; empty if it is not done.
+
+        Empty, too, if the newest record of the path is not of this epoch.
+        """
         for repair in self._last(key, epoch):
             if repair.resumed_s:
                 took_ms = (repair.resumed_s - repair.failed_s) * 1e3

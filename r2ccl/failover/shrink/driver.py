@@ -9,8 +9,9 @@ the *successor*. A failure to connect the successor does not show that a rank is
 control planes report that. If they still reach all members, a member was only late, and the
 survivors make another attempt with the same members.
 
-The thread that calls `regroup` owns the `Shrinking` table and connects the successor. The control
-thread only queues events, and interrupts a connection attempt that can no longer succeed.
+The thread that calls `regroup` owns the `Shrinking` table and connects the successor. For shrink,
+the control thread only queues events, and interrupts a connection attempt that can no longer
+succeed.
 Invariants: every wait ends by the deadline; when `regroup` ends, every successor that it does not
 return is closed.
 """

@@ -72,7 +72,7 @@ LINK_DTYPE = np.dtype(
         ("state", np.uint8),  # IDLE, BUSY, RESTING or PARKED
         ("size", np.float64),  # bytes of the slice in flight
         ("charge", np.float64),  # bytes of it not yet added to its ports' `nbytes`
-        ("left", np.float64),  # bytes of it not yet sent at time `since`
+        ("left", np.float64),  # bytes not yet sent at time `since`; max-min: also of earlier slices
         ("since", np.float64),  # seconds
         ("rate", np.float64),  # bytes/s since then
         ("share", np.float64),  # max-min: new rate during a recomputation; negative: unknown

@@ -288,7 +288,7 @@ class PxnTransport:
     # Polling
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Implement `Transport.poll`; do not sleep while copies are in progress."""
+        """Implement `Transport.poll`; do not sleep while `is_busy` is True."""
         if not self._states:
             return self._inner.poll(timeout_s)
         if self._copying:
@@ -452,7 +452,7 @@ class PxnTransport:
         self._inner.arm()
 
     def limit_s(self, timeout_s: float) -> float:
-        """Implement `TransportPart.limit_s`; return 0 while copies are in progress."""
+        """Implement `TransportPart.limit_s`; return 0 while `is_busy` is True."""
         return 0.0 if self.is_busy else self._inner.limit_s(timeout_s)
 
     def descriptors(self) -> list[int]:

@@ -1,9 +1,9 @@
 """Buffer arguments in the forms of mpi4py, as bytes that r2ccl can send.
 
 A *specification* is the argument that a program passes: ``array``, ``[array, datatype]``, ``[array,
-count]``, ``[array, count, datatype]``, ``[array, (count, displacement), datatype]`` or ``[array,
-count, displacement, datatype]``. A datatype is an ``MPI.Datatype`` or its character code; the
-default is the datatype of the elements of the array.
+count]``, ``[array, (count, displacement)]``, ``[array, count, datatype]``, ``[array, (count,
+displacement), datatype]`` or ``[array, count, displacement, datatype]``. A datatype is an
+``MPI.Datatype`` or its character code; the default is the datatype of the elements of the array.
 
 Data of a predefined datatype without gaps is sent from, and received in, the memory of the array,
 unless this memory is read-only and r2ccl must write to it: the data is then copied. Data of any

@@ -59,7 +59,7 @@ _INSTEAD = {
 
 
 class Connections:
-    """Connections of a `Comm`, the *first* `Comm`, which all communicators made from it share.
+    """Connections that a `Comm`, the *first* `Comm`, shares with all communicators made from it.
 
     Parameters
     ----------

@@ -10,8 +10,8 @@ its call until it is completed or freed.
 If a request in a list has failed, the methods that may complete several requests raise an
 `MpiError` of class ``ERR_IN_STATUS``, and the statuses tell the error class of each request. As
 with MPICH, the failed request is completed, and so are all others that have finished; but
-`MpiRequest.Waitall` stops at the first failed request, and the statuses of those after it tell
-``ERR_PENDING``.
+`MpiRequest.Waitall` and `MpiRequest.waitall` stop at the first failed request, and the statuses of
+those after it tell ``ERR_PENDING``.
 
 Invariant: when a request was completed without an error, the caller's buffers hold its result.
 """
@@ -41,8 +41,8 @@ _PAUSE_S = 50e-6
 class Unfinished:
     """Requests of one `Comm` that are not finished; true if there is one.
 
-    A request is finished once it is not active or, if it was freed or forgotten while it was
-    active, once its call is done.
+    A request that was freed or forgotten while it was active is finished once its call is done.
+    Any other request is finished while it is not active.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Unfinished:
 
 
 def _list_method(method: Callable[..., Any]) -> Any:
-    """Return `method` as a class method that leaves lists of MPI's own requests to MPI.
+    """Return `method` as a class method that leaves a list of only MPI's own requests to MPI.
 
     Only MPI can tell which of its persistent requests are active.
     """
@@ -455,7 +455,10 @@ def _checked(requests: Sequence[Any]) -> Sequence[Any]:
 
 
 def _active(requests: Sequence[Any]) -> list[int]:
-    """Return the indices of the active requests."""
+    """Return the indices of the active requests.
+
+    Of MPI's own requests, all but MPI.REQUEST_NULL count as active.
+    """
     return [
         index
         for index, request in enumerate(_checked(requests))

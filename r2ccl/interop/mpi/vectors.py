@@ -3,10 +3,10 @@
 A specification is as in `buffers`, but with a list or array of counts, one per rank, or one count
 for all ranks: ``array``, ``[array, datatype]``, ``[array, counts]``, ``[array, counts, datatype]``,
 ``[array, (counts, displacements)]``, ``[array, (counts, displacements), datatype]`` or ``[array,
-counts, displacements, datatype]``. In lists of two or three, a tuple always stands for ``(counts,
-displacements)``, as in mpi4py. Counts and displacements are in elements; for Alltoallw see
-`vector_of_datatypes`. Without counts the array is divided evenly; if elements are left over, the
-first blocks get one more each. Without displacements the blocks follow one another; a single
+counts, displacements, datatype]``. In lists of two or three items, a tuple always stands for
+``(counts, displacements)``, as in mpi4py. Counts and displacements are in elements; for Alltoallw
+see `vector_of_datatypes`. Without counts the array is divided evenly; if elements are left over,
+the first blocks get one more each. Without displacements the blocks follow one another; a single
 displacement is the distance from the start of each block to the start of the next.
 """
 

@@ -36,8 +36,8 @@ from r2ccl.interop.rank_exchange import RankExchange, named_ranks
 _PAUSE_S = 0.05
 #: Longest time in seconds that Ray may take to deliver a reply of the exchange actor.
 _REPLY_S = 10.0
-#: If the exchange actor has not answered a call for longer than this time, in seconds, the error
-#: after the deadline says so.
+#: If the exchange actor has not answered a call for longer than this time in seconds, or than half
+#: the time limit if that is shorter, the error after the deadline says so.
 _SILENCE_S = 1.0
 #: Ray's default number of concurrent calls of an asynchronous actor. Each rank waits in one call.
 _NCALLS = 1000

@@ -364,7 +364,8 @@ class GroupMethods:
         ------
         DistBackendError
             On every rank that called `monitored_barrier`, if a rank did not call it in time. On
-            rank 0 the error names the missing ranks; on the other ranks it names rank 0.
+            rank 0 the error names the missing ranks, as many as `wait_all_ranks` says; on the other
+            ranks it names rank 0.
         """
         give_up_s = monotonic() + seconds(timeout, self._state.timeout_s)
         tag = _BARRIER_TAG + next(self._state.nbarriers)

@@ -1,7 +1,8 @@
 """The prebuilt kernels: PTX of every kernel that collectives launch, in a file of this package.
 
-Collectives therefore do not need Numba; only kernels of other forms, which benches and tests
-launch, are compiled on the machine. ``make ptx`` compiles the kernels of the file again.
+Collectives therefore do not need Numba, unless the sources of the kernels have changed. Kernels of
+other forms, which only benches and tests launch, are compiled on the machine. ``make ptx`` compiles
+the kernels of the file again.
 
 The file is a zip archive with a member for each element size. The member holds the kernels of all
 types of that size one after another, each after a line with its name. With a member for each

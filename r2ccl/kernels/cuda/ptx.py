@@ -1,8 +1,8 @@
 """PTX of the kernels: prebuilt, else from a disk cache, else compiled by Numba.
 
-Collectives launch prebuilt kernels only (`r2ccl.kernels.cuda.prebuilt`), so they do not need Numba.
-Numba is slow to import, so it is imported only for a kernel that is neither prebuilt nor in the
-cache. No GPU is needed.
+Collectives launch only forms of which kernels are prebuilt (`r2ccl.kernels.cuda.prebuilt`), so they
+do not need Numba unless the sources of the kernels have changed. Numba is slow to import, so it is
+imported only for a kernel that is neither prebuilt nor in the cache. No GPU is needed.
 
 Invariant: the PTX was compiled from the present sources; the compiler may have had another version
 than the installed one. The file name of an entry of the cache is a digest of the form, the sources

@@ -173,7 +173,7 @@ def like_flat(x: Any, count: int) -> Any:
     Raises
     ------
     InvalidArgument
-        As for `like`, or if no array can have `count` elements.
+        As for `like` and `require_possible`.
     """
     _shape(x)
     require_possible(count)

@@ -33,7 +33,8 @@ def make_answer() -> Callable[[int, int, int, int], int]:
         second word is the address of the request that was received. `target` is the address of the
         grant; the words that the request must have are directly before the grant. Returns 1 if the
         request has other words. Otherwise stores the number of the request in the grant and returns
-        0.
+        0. `count` and `nbytes` are ignored. On the sender of the message, the received grant is in
+        place of the request, and `target` is the address of an unused grant.
     """
 
     def kernel(sources: Any, count: Any, target: Any, nbytes: Any) -> Any:

@@ -187,8 +187,8 @@ class CompiledCalls:
     def take_events(self) -> bool:
         """Handle the events that the transport has; return False if it has none.
 
-        The events are of an earlier call, which ended in Python, or of messages. While events wait,
-        the transport does not lend connections.
+        Such events are, for example, those of an earlier call that ended in Python, or of messages.
+        While events wait, the transport does not lend connections.
         """
         if not self._transport.has_events:
             return False
@@ -223,9 +223,10 @@ class CompiledCalls:
         `on_settled` are those of the program's communicator (see `HeldCalls`). `scratch` is the
         program's scratch memory; None: new memory.
 
-        `program` cannot be repeated if nothing is held, the routes of its links have changed,
-        slices or frames of earlier calls are in progress on links that no held program uses, a
-        connection cannot be lent (see `TcpTransport.lend`), or the memory is full.
+        `program` cannot be repeated if nothing is held. If it is not held itself, it also cannot be
+        repeated if the routes of its links have changed, one of its links is not idle (`_is_idle`)
+        and no held program uses it, a connection cannot be lent (see `TcpTransport.lend`), or the
+        memory is full.
         """
         held = self.held
         if held is None:
@@ -265,9 +266,9 @@ class CompiledCalls:
         return True
 
     def settle(self) -> None:
-        """Bring the links to the state after the repetitions of the held calls, if there are any.
+        """Bring the links to the state after the held calls and their repetitions; end the hold.
 
-        If Ctrl-C interrupts this method, it has to be called again.
+        Do nothing if no call is held. If Ctrl-C interrupts this method, it has to be called again.
         """
         held = self.held
         if held is None:
@@ -346,7 +347,11 @@ class CompiledCalls:
         self._count(held.programs, held.totals)
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
-        """Return the program of the call that compiled code runs for a communicator, or None."""
+        """Return the program of the call that compiled code runs for a communicator, or None.
+
+        Also return None during a repetition that `proceed` has not continued. Any thread may call
+        this method.
+        """
         running = self._running
         return None if running is None or running[1] is not calls else running[0]
 
@@ -542,8 +547,8 @@ class CompiledCalls:
     def _import_arrivals(self, program: CompiledProgram, end: LinkPair, op: int) -> bool:
         """Copy the eager slices of call `op` that have arrived already.
 
-        Return False if one of these slices has another size than the call expects, is cleared, or
-        is of another call.
+        Return False if a slice that has arrived for this call is cleared, has another size than the
+        call expects, or was sent in a call with another number.
         """
         arrived = program.arrived(end.number)
         for seq, (peer_op, payload) in end.receiver.arrivals.items():

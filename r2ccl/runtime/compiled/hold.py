@@ -66,8 +66,9 @@ class HeldCalls:
     ----------
     calls : Calls
     on_settled : callable
-        ``on_settled(op)`` is called when the hold ends, with the number of the last call that was
-        started.
+        ``on_settled(op)`` is called when the hold ends, with the number of the last call that has
+        ended. If `CompiledCalls.proceed` ends the hold to continue a call, it then calls
+        ``on_settled`` with the number of this call, too.
     program : CompiledProgram
         Program of the first call.
 
@@ -112,7 +113,7 @@ class HeldCalls:
 
 
 class HeldPrograms:
-    """Programs that are held together; made with the first one after its call has ended.
+    """Programs that are held together; made after the call of the first program has ended.
 
     Parameters
     ----------

@@ -117,7 +117,7 @@ CONN_NWORDS = 40
     FIRST_SENT, POSTED,
     #: Number below which the peer has confirmed slices.
     CONFIRMED,
-    #: Ordinals below which slices have landing places, are retired, and are released.
+    #: Ordinals below which cleared slices have landing places, and slices are retired and released.
     CLEARED, RETIRED, RELEASED,
     #: Address of the table of offsets in the arena to which eager slices are copied; -1 for a
     #: cleared slice.
@@ -209,9 +209,10 @@ UNSETTLED = 5
     #: Bytes of short messages that this rank has sent to the receiver, that the receiver has taken,
     #: that this rank has taken from the sender, and that it has reported as taken.
     NBYTES_SENT, NBYTES_TAKEN, NBYTES_TOOK, NBYTES_REPORTED,
-    #: 1 if receiver and sender are the same rank; otherwise `NBYTES_TAKEN` does not change.
+    #: 1 if one rank receives the outgoing message and sends the incoming one; otherwise
+    #: `NBYTES_TAKEN` does not change.
     IS_ANSWERED,
-    #: Last word of the envelope received last: bytes that the sender has taken.
+    #: `ENVELOPE_TAKEN` of the envelope received last: bytes that the sender has taken.
     INCOMING_TAKEN,
     #: 1 if the messages are long: their data is sent from and received into the arrays.
     IS_LONG,

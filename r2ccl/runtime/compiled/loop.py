@@ -144,7 +144,7 @@ def has_rest(state: Any) -> Any:
 
 @inlined
 def read_all(state: Any) -> Any:
-    """Read from each socket until it is empty, its connection is stalled or an event was logged.
+    """Read from each socket until it is empty, its connection is stalled or there is an EVENT.
 
     Return EVENT if `parse` or `read_target` returned it, FOREIGN for a frame that compiled code
     does not handle, -2 if a connection failed, and MORE otherwise. FOREIGN and -2 end the function
@@ -216,7 +216,7 @@ def poll(state: Any, timeout_ns: Any) -> Any:
 
 @inlined
 def leave_cpu_of_peer(state: Any) -> None:
-    """Move this thread to the CPU `HOME` if a peer on this host sends from the thread's CPU.
+    """Move this thread to the CPU `HOME` if a peer on loopback sends from the thread's CPU.
 
     The scheduler may leave two waiting ranks on one CPU for long, because both yield it. The set of
     CPUs on which this thread may run is the same afterwards.

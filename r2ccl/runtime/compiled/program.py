@@ -40,7 +40,7 @@ _SPARE_ROWS = 64
 #: nothing is gained.
 _MOST_SLOTS_NBYTES = 4 << 20
 #: The senders of small slices may run further ahead of their receivers than `Config.eager_slots`
-#: allows: up to this factor, while the copies of the calls take up to this size in bytes.
+#: allows: up to this factor, as long as so many calls need at most this many bytes of the arena.
 _MOST_AHEAD = 4
 _AHEAD_NBYTES = 256 << 10
 #: Words of a slot that no call has used: lower than every number.
@@ -71,7 +71,7 @@ class Pair:
 
 
 class LinkPair(NamedTuple):
-    """Links of a `Pair`, and the route that they had at the last `CompiledProgram.bind`.
+    """Links of a `Pair`, and the route that they had at the last successful `bind`.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ class LinkPair(NamedTuple):
     sender : SendLink
     receiver : RecvLink
     route : PathKey or None
-        Path that both links use; None before the first `bind`.
+        Path that both links used when `CompiledProgram.bind` last returned True; None before.
     """
 
     number: int
@@ -155,8 +155,8 @@ class CompiledProgram:
     scratch_nbytes : int
         Size of the scratch memory.
     health : Health or None
-        Health that `CompiledCalls.run` was given for the last call, if this call may be held;
-        otherwise None.
+        Health that `CompiledCalls.run` was given when it last ran this program; None if the call
+        must not be held. Repetitions do not change it.
     """
 
     def __init__(
@@ -370,10 +370,11 @@ class CompiledProgram:
     def _count_slots(self, window: int, scratch_nbytes: int) -> int:
         """Return how many successive calls need slots, because their slices may be unconfirmed.
 
-        Two suffice if every peer that receives slices also sends some, because these confirm the
-        received ones. Otherwise up to `window` slices of a link, each perhaps of another call, may
-        be unconfirmed. Return 1 if the call cannot be repeated, because it would need too much
-        memory. `scratch_nbytes` is the size of the scratch memory of a held call.
+        Two suffice if every pair that sends slices also receives some, because the slices that
+        arrive confirm those that were sent. Otherwise up to `window` slices of a link, each perhaps
+        of another call, may be unconfirmed. Return 1 if the call cannot be repeated, because it
+        would need too much memory. `scratch_nbytes` is the size of the scratch memory of a held
+        call.
         """
         is_answered = all(pair.receives for pair in self.pairs if pair.sends)
         nslots = 2 if is_answered else window + 1

@@ -90,8 +90,8 @@ def confirm(state: Any, pair: Any, ack: Any) -> None:
 def is_awaited(state: Any, number: Any) -> Any:
     """Return whether the call needs further frames of connection `number`.
 
-    The call may need slices, the landing places and confirmations that its sends wait for, and the
-    confirmations without which a call with cleared slices does not end.
+    The call may need slices, the landing places and confirmations that its sends wait for, and, for
+    each link whose last slice is cleared, the confirmations without which the call does not end.
     """
     for each in range(state[NPAIRS]):
         pair = pair_of(state, each)

@@ -87,8 +87,8 @@ def is_slot_free(state: Any) -> Any:
 def renew(state: Any) -> None:
     """Change the tables of a call that returned FINISHED into those of the next call.
 
-    All other words have their initial values, or hold for the next call: nothing is queued, staged
-    or read in part.
+    All other words have their initial values, or stay valid for the next call: nothing is queued,
+    staged or read in part. If the next call uses other memory, the caller sets `SPACES`.
     """
     state[OP] += state[OP_STEP]
     state[NREPEATS] += 1

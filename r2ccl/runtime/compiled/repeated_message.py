@@ -46,10 +46,10 @@ from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN_ON_LINKS
 
 @inlined
 def is_possible(words: Any) -> Any:
-    """Return whether the receiver may buffer the message, and the sender needs no separate report.
+    """Return whether the receiver may buffer the message, and no separate report is due.
 
-    A report is due after `MOST_UNREPORTED` bytes; if sender and receiver are the same rank, the
-    message to it carries the report.
+    This rank reports to the sender of the received message after `MOST_UNREPORTED` bytes. If this
+    rank also sends a message to that sender, this message carries the report.
     """
     nbytes = words[NBYTES_SENT] - words[NBYTES_TAKEN] + words[OUTGOING_NBYTES]
     if words[OUTGOING] and nbytes > MOST_UNTAKEN_ON_LINKS:

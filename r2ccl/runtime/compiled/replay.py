@@ -30,7 +30,7 @@ from r2ccl.types import PathKey
 
 
 class _Asked(NamedTuple):
-    """Landing place that a lane has announced."""
+    """Landing place that was announced during a replay."""
 
     path: PathKey
     frame: Frame
@@ -39,7 +39,7 @@ class _Asked(NamedTuple):
 
 
 class _Posted(NamedTuple):
-    """Slice that a lane has posted."""
+    """Slice that was posted during a replay."""
 
     path: PathKey
     frame: Frame
@@ -48,7 +48,7 @@ class _Posted(NamedTuple):
 
 
 class RecordingTransport:
-    """Transport that records the slices and landing places that lanes post during a replay.
+    """Transport that records the slices and landing places that a replay posts.
 
     Implements `Recorder`.
     """

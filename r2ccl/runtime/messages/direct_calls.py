@@ -50,8 +50,8 @@ from r2ccl.shm.layout import CHANGED
 from r2ccl.shm.repeat import Role, repeat_of
 
 #: Maximum number of prepared direct calls. A call that would be one more is not direct; after
-#: `_NREFUSED` such calls, all prepared calls are dropped, because the program may have changed its
-#: sizes.
+#: `_NREFUSED` such calls, all prepared calls are dropped, because the user's code may send messages
+#: of other sizes now.
 _NPREPARED, _NREFUSED = 32, 1_000
 #: A call that leaves compiled code takes longer than a call in Python. It adds `_LEFT_COST` to the
 #: cost of its key; a call that ends in compiled code subtracts 1. If the cost exceeds `_MOST_COST`,
@@ -163,7 +163,8 @@ class DirectCalls:
         - A message of the call is long, and any message, receive or envelope waits.
         - The call sends, and an earlier envelope to the peer waits, or the peer may not buffer a
           short message of this size.
-        - The links or connections are in use, or too many calls are prepared.
+        - The two links to a peer have no common route, links or connections are in use, or too many
+          calls are prepared.
         """
         driver = self._driver
         self._compiled.take_events()  # one of them may be the message to receive
@@ -236,7 +237,10 @@ class DirectCalls:
         return compiled.switch(program, self._driver.calls, self._on_settled, scratch)
 
     def repeat_exchange(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
-        """Repeat the last direct call, if it has this key; see `Way.repeat`."""
+        """Repeat the call that one compiled function repeats, if it has this key; see `Way.repeat`.
+
+        Return NOT_RUN if there is no such call, or it cannot be repeated now.
+        """
         exchange = self._exchange
         if exchange is None or exchange.key != key:
             return NOT_RUN
@@ -312,8 +316,8 @@ class DirectCalls:
     def _on_settled(self, op: int) -> None:
         """Give the counts of messages back to the driver, if one compiled function keeps them.
 
-        Called when the held call is settled, and before the driver uses these counts otherwise. If
-        Ctrl-C interrupts this method, it is called again.
+        Called when the held call is settled, and, while it is still held, before the driver uses
+        these counts. If Ctrl-C interrupts this method, it is called again.
         """
         exchange = self._exchange
         if exchange is not None:

@@ -344,7 +344,7 @@ class MessageDriver(MessageProtocol):
         """Count a long message that compiled code has sent to rank `to`.
 
         `grant`, the answer of `to`, reports how many bytes `to` has taken. The request of the
-        message told `to` the same of this rank, so that report is noted as sent.
+        message has reported to `to` how many bytes this rank has taken; this is noted, too.
         """
         self._next_ident += 1
         self._report(self._members[to])

@@ -9,7 +9,8 @@ A *direct call* is a blocking send, receive or both that runs in one call of a c
 (`r2ccl.shm.one_message`). It is possible only if, at this rank, no other message of the
 communicator is unfinished or waits to be received.
 
-Invariant: after an error, no message is moved any more.
+Invariant: after an error, no message is moved any more, except in another thread's turn that does
+not end in time; a warning then says so (`LocalMessages._failed`).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class NetworkMessages:
     # Direct calls
 
     def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
-        """Implement `Way.repeat`, for the last direct call only."""
+        """Implement `Way.repeat`, only for a direct call that was repeated twice in succession."""
         calls = self._calls
         return NOT_RUN if calls is None else calls.repeat_exchange(key, x, out)
 

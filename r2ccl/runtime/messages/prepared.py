@@ -57,8 +57,8 @@ class PreparedCall(ABC):
     ----------
     plan : Plan
     program : CompiledProgram or None
-        Program of the last call with this plan, if that call was held
-        (`r2ccl.runtime.compiled.call`); otherwise None.
+        Program of the last call that `DirectCalls.run` made with this plan, if that call was held
+        (`r2ccl.runtime.compiled.call`); otherwise None. Repetitions do not change it.
     """
 
     def __init__(self, plan: Plan) -> None:

@@ -14,7 +14,7 @@ too. A synchronous message is always announced: the grant tells its sender that 
 the message.
 
 If a message does not fit the receive that matches it, the receive ends with an error. The receiver
-answers an announced message with REFUSE and the reason, which its sender then raises. A short
+answers an announced message with REFUSE and the reason, which its sender then raises. Any other
 message stays at the receiver for another receive.
 
 Invariant: the memory of a message is neither read nor written once its request is done.

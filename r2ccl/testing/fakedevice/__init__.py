@@ -18,7 +18,7 @@ drawn from a seed, and accesses to memory are checked::
 - Races: two accesses to the same bytes that no stream, event or word orders, if at least one of
   them is a write. The order in which they ran does not matter. This covers copies, kernels, words,
   `FakeDevice.read` and `write`, and accesses of the host that it declares by `host_reads` and
-  `host_writes`.
+  `host_writes`. As an exception, streams may set a word and wait for it in any order.
 - Work that uses memory written by a NIC (`nic_write`) and was enqueued before the host flushed the
   write, on a card that reorders such writes.
 - Freeing, unmapping or unpinning memory, and destroying streams or events, before the host knows
@@ -28,7 +28,7 @@ drawn from a seed, and accesses to memory are checked::
   ``is_blocking``, or manage memory or load kernels on a GPU with ``is_serial``.
 - Work enqueued on a stream that captures a graph.
 - Addresses that are unknown, freed, of another process or of a GPU not made reachable; accesses
-  beyond the end of an allocation; handles of another process.
+  beyond the end of an allocation; streams, events and kernels of another process.
 - The host's address of memory that `FakeDevice.pin` pinned, if it is passed to the GPU.
 
 **Detected in some runs**, if the host does not declare the access, but makes it before the work

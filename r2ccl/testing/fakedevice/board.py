@@ -208,7 +208,8 @@ class Board:
     def wait_until(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Run operations until `is_over()` is true; return False after `timeout_s` seconds.
 
-        The caller must hold the lock (`entered`), which is released while the method sleeps.
+        The time limit ends the wait only when no operation is ready. The caller must hold the lock
+        (`entered`), which is released while the method sleeps.
 
         Raises
         ------

@@ -4,8 +4,9 @@ Every call checks its addresses and handles, and that the resources it frees are
 fake cannot see direct accesses of the host to pinned memory, so the host declares them with
 `host_reads` and `host_writes`.
 
-A call with undefined behaviour or an invalid argument raises `WrongOrder`, which the library never
-catches. A refusal of the driver that the library handles raises `TransportError` with a status.
+A call with undefined behaviour or an invalid argument raises `WrongOrder`, which the library does
+not handle; every later driver call raises the same error. A refusal of the driver that the library
+handles raises `TransportError` with a status.
 """
 
 from __future__ import annotations
@@ -434,7 +435,10 @@ class FakeDevice(FakeProcess):
             self._give(stream, Launch(label, clock, fake, grid, values, reads, writes))
 
     def _enqueued(self, what: str, stream: Stream) -> tuple[str, Clock]:
-        """Return a description of an operation to be enqueued, and the host's clock."""
+        """Begin a new step of the host; return a description of an operation, and the host's clock.
+
+        The operation is about to be enqueued. The clock is that of the host before the new step.
+        """
         return f"{what}, on {self._stream(stream)}, enqueued at {caller()}", self._host.release()
 
     def _give(self, stream: Stream, operation: FakeOperation) -> None:

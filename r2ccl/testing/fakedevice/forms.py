@@ -74,7 +74,7 @@ def kernel_of(form: Form) -> FakeKernel:
 
 
 def _require_aligned(form: Form, alignment: int, addresses: Sequence[int]) -> None:
-    """Refuse operands that are not aligned to their elements, on which a GPU would fail."""
+    """Refuse operands that are not aligned to `alignment` bytes, on which a GPU would fail."""
     for each in addresses:
         if each % alignment:
             raise Misuse.of(

@@ -3,7 +3,8 @@
 An operation is exposed once the GPU could start it at any time. From then on its pinned sources
 must not change. Its pinned targets are filled with poison: a host that reads them too early gets a
 wrong result. When the operation runs, the guard checks that the host has changed neither sources
-nor poison. Memory is guarded only while no correctly ordered access can touch it.
+nor poison. A source is guarded only while no correctly ordered access can write it, and a target
+only while none can touch it.
 """
 
 from __future__ import annotations

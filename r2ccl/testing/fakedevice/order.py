@@ -4,7 +4,8 @@ An actor is a stream, a host (the CPU code of one process or of all), or a host'
 A clock (a vector clock) holds for each actor the number of its last known step; a stamp identifies
 one step. If two accesses touch the same byte and at least one of them is a write, the clock of the
 later access must cover the stamp of the earlier one; otherwise `Race` is raised. The order in which
-the fake ran the two accesses does not matter.
+the fake ran the two accesses does not matter. As an exception, streams may set a word and wait for
+it in any order (SET and WAIT of `Access`).
 
 References
 ----------

@@ -151,7 +151,8 @@ class Lab:
         Raises
         ------
         LabError
-            If a process of the job does not end, or the namespaces are not removed in time.
+            If a process of the job does not end, the thread that applies the faults does not
+            answer, or the namespaces are not removed in time.
         """
         self._stack.close()
 

@@ -112,7 +112,8 @@ class LabJob:
         Raises
         ------
         LabError
-            If a process does not end in time after SIGKILL.
+            If a process does not end in time after SIGKILL, or the thread that applies the lab's
+            faults does not answer in time.
         """
         return self._watch(timeout_s, None)
 
@@ -124,7 +125,8 @@ class LabJob:
         Raises
         ------
         LabError
-            If a process does not end in time after SIGKILL.
+            If a process does not end in time after SIGKILL, or the thread that applies the lab's
+            faults does not answer in time.
         """
         return self._watch(timeout_s, sink)
 
@@ -137,7 +139,8 @@ class LabJob:
         Raises
         ------
         LabError
-            If a process does not end in time after SIGKILL.
+            If a process does not end in time after SIGKILL, or the thread that applies the lab's
+            faults does not answer in time.
         """
         if self._is_closed:
             return

@@ -22,7 +22,7 @@ from r2ccl.testing.simulation.network import MessageKind, SimMessage
 
 Array = npt.NDArray[Any]
 
-#: Byte that fills memory which must not be used any more.
+#: Byte that fills retired memory and free landing places.
 _POISON = 0xA5
 
 
@@ -40,9 +40,9 @@ class Checker:
         self.next_seq: dict[tuple[int, int, int], int] = {}
         #: Views given back to their owner, by id. They are kept alive so that ids stay unique.
         self.released: dict[int, memoryview] = {}
-        #: Health with which the first rank to start a collective planned it, by collective.
+        #: Health with which the first rank planned each collective, by collective.
         self.plans: dict[int, Health] = {}
-        #: Number of events before the first rank started a collective, by collective.
+        #: Number of events before the first rank planned each collective, by collective.
         self.began: dict[int, int] = {}
         #: Function that returns the bytes of a view of a rank's memory.
         self.bytes_of: Callable[[int, memoryview | bytes], bytes] = lambda rank, view: bytes(view)

@@ -1,9 +1,10 @@
 """Simulated control plane: the library's control sessions over connections that lose frames.
 
-`Session` and `Overlay` are the library's own. Only two parts are simulated: the dialing of paths,
-and the carriers, which are the connections that carry the frames of a session. Each session has two
-carriers, which may lose, repeat, delay and reorder frames. The session still delivers each message
-exactly once and in order, unless all frames are lost.
+`Session` and `Overlay` are the library's own. This module simulates the rest: the dialing of paths,
+the passing on of messages and of news of lost ranks, and the carriers, which are the connections
+that carry the frames of a session. Each session has two carriers, which may lose, repeat, delay and
+reorder frames. The session still delivers each message exactly once and in order, unless all frames
+are lost.
 """
 
 from __future__ import annotations
@@ -275,7 +276,10 @@ class SimControl:
     def _lose(
         self, peer: int, why: str, last_heard_s: float | None, witness: int | None = None
     ) -> bool:
-        """Report the loss of `peer` to `peer` and the host; return False if it was lost before."""
+        """Report the loss of `peer` to the host and, over their session if any, to `peer` itself.
+
+        Also cancel the dials to `peer`. Do nothing and return False if `peer` was lost before.
+        """
         if self._overlay.is_closed(peer):
             return False
         if peer in self._sessions:

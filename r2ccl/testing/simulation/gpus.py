@@ -1,12 +1,13 @@
 """Simulated ranks whose collectives use the memory of fake GPUs, reached directly by NICs.
 
-A `GpuNetwork` moves slices between the `FakeDevice`s of the ranks. The fake device treats an access
-of a NIC like an access of the host, and raises an error for unordered accesses: for example if a
-slice is sent while the kernel that computes it may still run, or a landing place is announced while
-a kernel may still read it. Kernels run late, in any order that streams and events allow.
+A `GpuNetwork` moves slices between the `FakeDevice`s of the ranks. The fake device checks the
+accesses of NICs as it checks those of the host, and raises an error for unordered accesses: for
+example if a slice is sent while the kernel that computes it may still run, or a slice lands while a
+kernel may still read its landing place. Kernels run late, in any order that streams and events
+allow.
 
-Use it with ``simulate(..., network_type=GpuNetwork, rank_type=GpuRank)``. Equal workloads, plans
-and seeds give equal runs.
+To use these ranks, call ``simulate(..., network_type=GpuNetwork, rank_type=GpuRank)``. Equal
+workloads, plans and seeds give equal runs.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The network models RDMA instead of sockets, because RDMA is the harder case. A cleared slice is a
 one-sided write: the network moves the slice in two halves from the sender's memory into the landing
 place, and neither process takes part. The network reads each half when it lands, so a sender that
-overwrites its memory too early sends wrong bytes. If a path breaks between the halves, only one
-half lands. A write that is in flight when a path is cut may land long afterwards (`Cut.late_s`),
-unless the receiver has fenced its end. Fencing takes time.
+overwrites its memory too early sends wrong bytes. If a path breaks between the halves, the second
+half may never land. A write that is in flight when a path is cut may land long afterwards
+(`Cut.late_s`), unless the receiver has fenced its end. Fencing takes time.
 
 All events are scheduled on a `Timeline`. The state of wires, connections and messages is in
 `r2ccl.testing.simulation.wire`; `r2ccl.testing.simulation.transport` implements `Transport` on top.

@@ -60,8 +60,8 @@ class Workload(msgspec.Struct, frozen=True):
     slice_nbytes, eager_nbytes, eager_slots, landing_depth : int
         Settings of `r2ccl.config.Config` by the same names.
     busy_ms : tuple of int
-        Time for which each rank computes before each of its calls. If there are fewer times than
-        ranks, the times repeat. Empty: no rank computes.
+        Time for which each rank computes before each of its calls and after the last one. If there
+        are fewer times than ranks, the times repeat. Empty: no rank computes.
     no_rail_timeout_ms : int
         Setting `no_rail_timeout_s`, in milliseconds.
     is_loud : bool

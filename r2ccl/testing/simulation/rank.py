@@ -183,8 +183,9 @@ class SimRank:
     def start(self) -> None:
         """Start to connect the paths; the rank then makes its calls by itself.
 
-        The first call begins once all paths are connected. After the connect timeout, one path to
-        each peer is enough.
+        The first call begins once all paths are up, except excluded ones. After the connect
+        timeout, one path to each peer is enough. If the workload `is_lazy`, no path is connected
+        before a call needs it.
         """
         self.failover.start()
         self._deadline = self._timeline.now + self._config.init_timeout_s
@@ -248,7 +249,8 @@ class SimRank:
     def exclude(self, rank: int, rail: int, *, is_excluded: bool) -> None:
         """Order all ranks to exclude a rail of `rank`, or to include it again, without waiting.
 
-        The answer is appended to `answers`: a refusal, or an empty text once all ranks agree.
+        The answer is appended to `answers`: a refusal, or an empty text once all ranks agree. If a
+        rank is lost meanwhile, there is no answer.
         """
         agreement = self.failover.agreement
         assert agreement is not None

@@ -5,8 +5,8 @@ Each rank relays on every second rail, so some paths are relayed at both ends, s
 some at no end. There are few slots, so some slices are not relayed. Free slots are poisoned to
 detect writes into them. The copies run late, as work of the fake GPU.
 
-Use it with ``simulate(..., network_type=GpuNetwork, rank_type=RelayRank)``. Equal workloads, plans
-and seeds give equal runs.
+To use these ranks, call ``simulate(..., network_type=GpuNetwork, rank_type=RelayRank)``. Equal
+workloads, plans and seeds give equal runs.
 """
 
 from __future__ import annotations

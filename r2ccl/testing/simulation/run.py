@@ -70,8 +70,9 @@ class SimOutcome(msgspec.Struct, frozen=True):
         Number of records of paths that failed or were excluded (`Repair`), counted at each end,
         whether repaired or not.
     interruption_s : float
-        Time in seconds from the first failure of a path until the first slice that was missing at
-        a fence began to arrive; 0 if no such slice arrived.
+        Time in seconds from the earliest `failed_s` to the earliest `first_byte_s` of all `Repair`
+        records: from the first failure or exclusion of a path until a missing slice began to
+        arrive. 0 if no record has a `first_byte_s`.
     nbypasses : int
         Number of bypass connections made.
     verdicts : tuple of tuple of Verdict

@@ -92,7 +92,8 @@ class Connection:
         self.target: memoryview | None = None
         self.frame: Frame | None = None
         self.place: NamedPlace | None = None
-        #: Landing places announced on the path, by channel and number of the slice.
+        #: Landing places announced on the path whose slices are not complete yet, by channel and
+        #: number of the slice.
         self.places: dict[tuple[int, int], NamedPlace] = {}
         #: Send queues in order of priority: small frames, replays, other cleared slices.
         self.small: deque[bytes | memoryview] = deque()

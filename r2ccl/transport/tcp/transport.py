@@ -10,8 +10,9 @@ cleared slices; the order is decided again after each fragment.
 The sockets are connected and authenticated before `TcpTransport.open`; from then on they carry only
 these frames. A malformed frame fails the path.
 
-Invariants: TCP_NOTSENT_LOWAT bounds the unsent bytes in the kernel, and so the bytes sent before a
-replay. Only this process writes to a landing place, so closing the socket is a fence.
+Invariants: TCP_NOTSENT_LOWAT bounds the unsent bytes in the kernel. Only these bytes, small frames,
+earlier replays and the rest of the current fragment are sent before a replay. Only this process
+writes to a landing place, so closing the socket is a fence.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def allocation_of(address: int, nbytes: int, owner: Any) -> Allocation:
     ------
     InvalidArgument
         If `nbytes` or `address` is not positive, there is no owner, or the owner is a NumPy array
-        that does not contain the bytes.
+        or view whose allocation does not contain the bytes.
     """
     if nbytes <= 0 or address <= 0 or owner is None:
         raise InvalidArgument(

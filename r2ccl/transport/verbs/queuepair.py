@@ -11,8 +11,8 @@ completion at the peer:
 The 32 bits of immediate data are:
 
 - 2 bits for the kind (`Tag`);
-- 8 bits for the *mark*, a random number that the receiver chooses for each connection, so that data
-  of an earlier connection is recognised;
+- 8 bits for the *mark*, a random number that the receiver chooses for each connection. By it the
+  receiver recognises data of an earlier connection, unless both connections have the same mark;
 - 22 bits for the offset of a message in the ring, in units of `ALIGN`; the number of a slice's
   landing place; or the count of consumed messages, modulo 2^22, of a credit.
 

@@ -30,8 +30,8 @@ the cache is closed   the NICs have stopped; users and pins are ignored
 *Users and pins.* `RegistrationCache.register` adds a user and `Registration.close` removes one; a
 registration without users stays cached until it ends in one of these ways. A pin stands for work in
 flight: it keeps the registration and the owner, if any, alive, so that no work request writes to
-memory that was freed and allocated for something else. While a registration is pinned, only closing
-the cache ends it.
+host memory that was freed and allocated for something else. While a registration is pinned, only
+closing the cache ends it.
 
 Only one thread at a time may use the cache, but owners may die in any thread. Invariants: while the
 cache is open, a pinned registration is registered with every NIC; `find` never returns freed
@@ -105,7 +105,7 @@ class Registration:
         self.base = allocation.base
         self.end = allocation.base + allocation.nbytes
         self.identity = allocation.identity
-        #: True once its memory was freed.
+        #: True once it is known that its memory was freed.
         self.is_expired = False
         #: True while `RegistrationCache.find` can return it.
         self.is_indexed = False
@@ -204,7 +204,10 @@ class Registration:
         self._cache._settle(self)
 
     def is_of(self, allocation: Allocation) -> bool:
-        """Return True if the registration covers `allocation`, with the same owner and identity."""
+        """Return True if the registration covers `allocation`, with the same owner and identity.
+
+        Return False once it is known that the memory of the registration was freed.
+        """
         return (
             self.base <= allocation.base
             and allocation.base + allocation.nbytes <= self.end
@@ -299,9 +302,10 @@ class RegistrationCache:
         return None
 
     def register(self, address: int, nbytes: int, owner: Any) -> Registration:
-        """Register the allocation that contains `nbytes` bytes at `address`; add a user to it.
+        """Register the allocation around `nbytes` bytes at `address`, unless it is registered.
 
-        If a host allocation exceeds the limit, only the `nbytes` bytes are registered.
+        The registration gets one more user. If a host allocation exceeds the limit, only the
+        `nbytes` bytes are registered.
 
         Parameters
         ----------

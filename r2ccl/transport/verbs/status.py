@@ -179,7 +179,10 @@ def status_name(status: int) -> str:
 
 
 def is_completion_status(name: str) -> bool:
-    """Return True if `name` is the name of a work completion status other than SUCCESS."""
+    """Return True if `name` is the name of a work completion status other than SUCCESS.
+
+    Return False for the names that `status_name` makes for unknown numbers.
+    """
     return any(status.name == name for number, status in STATUSES.items() if number)
 
 

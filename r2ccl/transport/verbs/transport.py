@@ -1,7 +1,7 @@
 """Verbs transport: reliable queue pairs over RDMA NICs, one device per rail.
 
 Each end of a path is one queue pair (`r2ccl.transport.verbs.queuepair`). The NIC writes cleared
-slices from registered memory to registered memory; slices in other memory are copied through
+slices from registered memory to registered memory; slices in other host memory are copied through
 registered buffers. Each device has one completion queue, which is polled while there is work. While
 there is none, ``poll`` waits in epoll for the completion channels and async events of all devices.
 
