@@ -116,7 +116,8 @@ def _cheapest(prices: Sequence[Sequence[int]]) -> tuple[PortEdge, ...]:
                 nearest[node] = min(*costs, nearest.get(node, costs[0]))
         if not nearest:
             raise InvalidArgument(
-                f"rails do not connect node {min(outside)} to node 0: repair a rail between them"
+                f"rails do not connect node {min(outside)} to node 0, directly or through other "
+                "nodes: repair a rail that connects them"
             )
         (_, parent, rail), newest = min((way, node) for node, way in nearest.items())
         del nearest[newest]

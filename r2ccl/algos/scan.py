@@ -67,7 +67,7 @@ def chain(nranks: int, nchannels: int = 1, *, is_exclusive: bool = False) -> Sch
     """
     if is_exclusive:
         nchunks, ops_of = _NCHUNKS, _exclusive_chain
-        nops = _NCHUNKS * (0, 0, 1, 4)[min(3, nranks)]
+        nops = _NCHUNKS * (0, 0, 1, 4)[max(0, min(3, nranks))]
     else:
         nchunks, ops_of, nops = 1, _chain, min(2, nranks)
     made = _schedule("prefix_chain", nranks, nchunks, ops_of, nchannels, is_exclusive=is_exclusive)

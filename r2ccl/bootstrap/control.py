@@ -509,7 +509,7 @@ class ControlPlane:
                 # Not `news.last_heard_s`, which is the silence of this rank.
                 session = self._sessions.get(peer)
                 silence_s = None if session is None else session.silence_s
-                self._lose(peer, f"it has given rank {self.rank} up: {news.why}", silence_s)
+                self._lose(peer, f"it counts rank {self.rank} as lost: {news.why}", silence_s)
         elif news.rank in self._everyone:
             why = f"{news.why}, says rank {news.witness}"
             if self._lose(news.rank, why, news.last_heard_s, news.witness):

@@ -188,8 +188,8 @@ def _from_mpi(config: Config, comm: RankComm) -> Identity:
     given = _given_secret(config)
     if bool(secret) == (given is not None):
         raise InvalidArgument(
-            f"rank {rank}: rank 0 {'does not have' if secret else 'has'} R2CC_SECRET or "
-            f"R2CC_SECRET_FILE, this rank {'has' if secret else 'does not'}: set the same secret "
+            f"rank {rank}: rank 0 has {'no' if secret else 'a'} secret in R2CC_SECRET or "
+            f"R2CC_SECRET_FILE, this rank has {'one' if secret else 'none'}: set the same secret "
             "on every rank, or on none"
         )
     source = given or GivenSecret(Secret.from_hex(secret))

@@ -189,9 +189,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     root: int = 0
 
     def __post_init__(self) -> None:
-        self._require_types()
-        if self.nranks < 1:
+        # First, because the cost that an algorithm computes from such a number is wrong, too.
+        if isinstance(self.nranks, int) and self.nranks < 1:
             raise InvalidArgument(f"schedule {self.name!r}: nranks={self.nranks}; give 1 or more")
+        self._require_types()
         if min(self.nchunks, default=0) < 1:
             raise InvalidArgument(
                 f"schedule {self.name!r}: nchunks={self.nchunks}; give one channel or more, with "

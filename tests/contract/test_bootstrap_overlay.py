@@ -162,7 +162,7 @@ def test_a_rank_given_up_tells_when_it_heard_the_others(start_job: Callable[...,
     job.planes[near].gossip(PeerDown(FAR[0], "silent for 99.0 s", FAR[1], 99.0))
     seen = job.seen[FAR[0]]
     seen.wait_for(lambda: seen.lost.keys() >= {near, FAR[1]})
-    assert seen.lost[near] == f"it has given rank {FAR[0]} up: silent for 99.0 s"
+    assert seen.lost[near] == f"it counts rank {FAR[0]} as lost: silent for 99.0 s"
     silence_s = seen.silent_s[near]
     assert silence_s is not None
     assert silence_s < 10.0

@@ -171,7 +171,7 @@ class EventQueue:
             self._changed.notify_all()
             building = self._building
         if building is not None and building.is_upset_by(news):
-            building.stop(f"shrink() starts over because of rank {news[0]}")
+            building.stop(_starts_over(news[0]))
 
     # Called by any thread
 
@@ -217,7 +217,7 @@ class EventQueue:
         if end:
             building.stop(end)
         elif upset:
-            building.stop(f"shrink() starts over because of rank {upset[0][0]}")
+            building.stop(_starts_over(upset[0][0]))
         try:
             yield
         finally:
@@ -425,6 +425,10 @@ class _Regrouping(Generic[_S]):
         if self._held is not None:
             self._held.abort("shrink() did not use this communicator")
             self._held = None
+
+
+def _starts_over(rank: int) -> str:
+    return f"shrink() starts over: rank {rank} is gone, or no longer takes part in this attempt"
 
 
 __all__ = ["Building", "EventQueue", "News", "Successor", "regroup"]

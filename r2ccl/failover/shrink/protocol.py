@@ -190,7 +190,7 @@ class Shrinking:
             if _terms(message) == self._held:
                 self._is_done_elsewhere = True
         elif self.rank in message.gone:
-            self.lost(peer, f"it has given rank {self.rank} up")
+            self.lost(peer, f"it counts rank {self.rank} as gone")
         else:
             self._views[peer] = message
             self.attempt = max(self.attempt, message.attempt)

@@ -247,7 +247,7 @@ class SimControl:
     def _deliver(self, peer: int, message: object) -> None:
         match message:
             case PeerDown(rank=rank) if rank == self._host.rank:
-                why = f"it has given rank {rank} up: {message.why}"
+                why = f"it counts rank {rank} as lost: {message.why}"
                 for each in sorted({peer, message.witness}):
                     session = self._sessions.get(each)
                     now = self._timeline.now

@@ -341,7 +341,10 @@ class VerbsProber:
             return Probed(key, None, "no connection for probes of this port is established")
         when_s, detail = self._lost[key]
         age_s = self._clock() - when_s
-        said = f"a probe failed {age_s:.1f} s ago ({detail}); its connection is not restored yet"
+        said = (
+            f"the last probe or test of a connection failed {age_s:.1f} s ago ({detail}); the "
+            "connection is not restored yet"
+        )
         return Probed(key, False if age_s < _SILENCE_S else None, said)
 
     def _finish(self, key: ProbeKey, is_answered: bool, detail: str) -> None:

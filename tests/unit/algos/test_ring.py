@@ -82,9 +82,12 @@ def test_orders_that_are_no_permutations_are_refused(orders):
         ring.allreduce(3, 2, orders)
 
 
-@pytest.mark.parametrize(("n", "nchannels"), [(0, 1), (-1, 1), (3, 0)])
-def test_sizes_below_one_are_refused(n, nchannels):
-    with pytest.raises(InvalidArgument):
+@pytest.mark.parametrize(
+    ("n", "nchannels", "wrong"),
+    [(0, 1, "nranks=0; give 1"), (-1, 1, "nranks=-1; give 1"), (3, 0, "give one channel or more")],
+)
+def test_sizes_below_one_are_refused(n, nchannels, wrong):
+    with pytest.raises(InvalidArgument, match=wrong):
         ring.allreduce(n, nchannels)
 
 

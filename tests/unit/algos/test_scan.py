@@ -52,6 +52,6 @@ def test_the_flows_of_doubling_are_those_of_its_ops(n: int, is_exclusive: bool) 
 
 @pytest.mark.parametrize(("make", "is_exclusive"), FORMS)
 def test_sizes_below_one_are_refused(make, is_exclusive: bool) -> None:
-    for n, nchannels in ((0, 1), (2, 0)):
-        with pytest.raises(InvalidArgument):
+    for n, nchannels, wrong in ((0, 1, "nranks=0"), (-5, 1, "nranks=-5"), (2, 0, r"nchunks=\(\)")):
+        with pytest.raises(InvalidArgument, match=wrong):
             make(n, nchannels, is_exclusive=is_exclusive)

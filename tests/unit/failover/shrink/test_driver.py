@@ -220,7 +220,9 @@ def test_a_member_that_starts_over_ends_connecting_for_all() -> None:
     assert here.regroup(quorum="any") is second
     dying.join(LONG_S)
     assert second.members == (0,)
-    assert first.said == ["revoke: shrink() starts over because of rank 1"]
+    assert first.said == [
+        "revoke: shrink() starts over: rank 1 is gone, or no longer takes part in this attempt"
+    ]
 
 
 LOST = PeerLost(rank=0, peer=1, last_heard_s=0.0, why="silent")

@@ -402,7 +402,7 @@ def test_one_that_was_given_up_ends_without_a_quorum() -> None:
     for peer in (0, 1):
         woken.heard(peer, View((2,), b""))
     assert woken.step is ShrinkStep.STOP
-    assert woken.gone == dict.fromkeys((0, 1), "it has given rank 2 up")
+    assert woken.gone == dict.fromkeys((0, 1), "it counts rank 2 as gone")
 
 
 def test_one_that_could_not_build_has_all_meet_again() -> None:
