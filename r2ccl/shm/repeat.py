@@ -67,7 +67,9 @@ def repeat_of(
     loop : int
         Address of the call's loop, an `r2ccl.shm.layout.Loop`, as a C function.
     state, call : int
-        Address of the state, and of the words of the prepared call, which has a form.
+        Address of the state, and of the words of the prepared call. The words must contain the
+        address of a form (`r2ccl.shm.arrays.form_of`): for arrays of another form, the loop returns
+        CHANGED.
     rest : tuple
         Arguments of the call besides the arrays: numbers, tuples or None. The arguments of a
         repetition must be equal to these, and the first one must also have the same type.

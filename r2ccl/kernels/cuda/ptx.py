@@ -72,8 +72,8 @@ def cache_directory(env: Mapping[str, str]) -> Path | None:
         return Path.home() / ".cache" / "r2ccl" / "ptx"
     except RuntimeError as exc:
         _log.info(
-            "GPU kernels are compiled without a disk cache (%s): set XDG_CACHE_HOME to the "
-            "absolute path of a directory",
+            "GPU kernels that are not prebuilt are compiled without a disk cache (%s): set "
+            "XDG_CACHE_HOME to the absolute path of a directory",
             exc,
         )
         return None

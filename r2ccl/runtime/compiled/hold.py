@@ -201,7 +201,8 @@ class HeldPrograms:
     def add(self, program: CompiledProgram) -> None:
         """Hold `program`, too.
 
-        Its tables must have the values before a call, and its connections must be in ``conns``.
+        Its tables must have their initial values (`CompiledProgram.initial`), as at the start of a
+        call, and its connections must be in ``conns``.
         """
         program.view[at.NREPEATS], program.view[at.REMAINING] = -1, 0  # as after a call
         self._members[program] = self._share(program)

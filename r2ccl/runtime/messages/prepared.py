@@ -139,7 +139,10 @@ class PreparedShort(PreparedCall):
     def pack(
         self, driver: MessageDriver, sent: DirectEnd | None, received: DirectEnd | None
     ) -> None:
-        """Implement `PreparedCall.pack`; copy the data, too."""
+        """Write the envelope that the call sends, and copy the data behind it.
+
+        Nothing is written for the receive: `take` compares the received envelope.
+        """
         if sent is not None:
             buffer = sent.buffer
             given = buffer.dtype_code, sent.peer, sent.tag, buffer.nbytes

@@ -54,7 +54,7 @@ class LandingPlace:
 
 
 class Outgoing:
-    """Cleared slice that is sent once no message waits and the send queue has room."""
+    """Cleared slice that is posted once no message waits and the queue pair has room."""
 
     __slots__ = ("frame", "token", "view")
 
