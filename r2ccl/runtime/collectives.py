@@ -562,12 +562,10 @@ class Collectives:
         if not is_async and (self.is_below or self.is_blocking):
             raise self._concurrent()
         # The calls must reach the worker in the order in which they were begun.
-        if not self._starting.acquire(blocking=False):
+        if self._starting.locked():
             raise self._concurrent()
-        try:
+        with self._starting:  # unlike after acquire(), Ctrl-C cannot leave it locked
             return self._start_on_device(request, stream, is_async)
-        finally:
-            self._starting.release()
 
     def _submit(self, request: Request, convert: Callable[[Array], Any] | None) -> Work[Any]:
         task = Task(partial(self._host.run, request))
