@@ -57,6 +57,9 @@ class LinePrinter:
         self._unfinished: dict[_Source, bytes] = {}
         #: Stream of the line of which a piece was written last; None after a complete line.
         self._begun: _Source | None = None
+        #: Stream that was written last, and those whose output so far ends with a carriage return.
+        self._last: _Source | None = None
+        self._returned: set[_Source] = set()
         self.is_within_line = False
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
@@ -64,16 +67,25 @@ class LinePrinter:
 
         `stream` distinguishes the streams of a rank, so that their lines do not mix.
         """
-        data = self._unfinished.pop((rank, stream), b"") + data
+        source = rank, stream
+        data = self._unfinished.pop(source, b"") + data
+        if data and source in self._returned:
+            self._returned.remove(source)
+            if data.startswith(b"\n"):
+                # It belongs to the carriage return that was written before.
+                data = data[1:]
+                if source == self._last:
+                    self._put(b"\n")
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if not end and len(data) > _MOST_UNFINISHED:
             end = len(data)
-        self._unfinished[rank, stream] = data[end:]
-        self._write((rank, stream), data[:end].splitlines(keepends=True))
+        self._unfinished[source] = data[end:]
+        self._write(source, data[:end].splitlines(keepends=True))
 
     def finish(self, rank: int, stream: str) -> None:
         """End a stream of `rank`: write its last line even if it has no line end."""
         rest = self._unfinished.pop((rank, stream), b"")
+        self._returned.discard((rank, stream))
         if rest:
             self._write((rank, stream), [rest + b"\n"])
 
@@ -90,6 +102,12 @@ class LinePrinter:
         elif self._begun is not None:
             text = b"\n" + text
         self._begun = None if lines[-1].endswith((b"\n", b"\r")) else source
+        self._last = source
+        if lines[-1].endswith(b"\r"):
+            self._returned.add(source)
+        self._put(text)
+
+    def _put(self, text: bytes) -> None:
         self.is_within_line = True
         try:
             self._out.write(text)

@@ -7,6 +7,7 @@ Invariant: a finding has a fix if and only if it is a warning.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -83,7 +84,8 @@ def save_xml(machine: Machine, target: str) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    # The number of this process would not do: a process of another container may have it, too.
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         # Not made by tempfile: its mode would keep other users' jobs from reading the file.
         with beside.open("x", encoding="utf-8") as file:

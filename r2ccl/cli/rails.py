@@ -75,9 +75,9 @@ def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
     names = [hca.netdev for hca in hcas]
     found = [_interface(each, nics, facts, config, names) for each in facts.interfaces]
     found += [_port(each, hcas, len(nics), facts, config) for each in facts.hcas]
-    failed = [rail.is_failed for rail in local_rails(facts, config)]
-    shown = [_marked(each, failed) for each in sorted(found, key=_order)]
-    return (*shown, *_summary(failed, hcas))
+    rails = local_rails(facts, config)
+    shown = [_marked(each, rails) for each in sorted(found, key=_order)]
+    return (*shown, *_summary([rail.is_failed for rail in rails], hcas))
 
 
 def select_ports(facts: Facts, config: Config) -> Sequence[Hca]:
@@ -105,12 +105,24 @@ def _selected(facts: Facts, config: Config) -> tuple[Sequence[Nic], Sequence[Hca
     return select(facts.interfaces, config, rdma_names=names), hcas
 
 
-def _marked(finding: DoctorFinding, failed: Sequence[bool]) -> DoctorFinding:
-    """Return `finding`, changed to ``skipped`` if it is a rail whose NIC is declared failed."""
-    if finding.level != "ok" or not failed[_number(finding)]:
+def _marked(finding: DoctorFinding, rails: Sequence[LocalRail]) -> DoctorFinding:
+    """Return `finding`, changed to say which of its rails are declared failed.
+
+    It is ``skipped`` if it is a rail, or several rails of one interface, and all are declared
+    failed.
+    """
+    if finding.level != "ok":
         return finding
-    says = f"{finding.says}: R2CC_FAILED_NICS declares it failed, so no data path uses it"
-    return DoctorFinding(finding.check, "skipped", says)
+    name = rails[_number(finding)].name
+    own = [number for number, rail in enumerate(rails) if rail.name == name]
+    failed = [number for number in own if rails[number].is_failed]
+    if not failed:
+        return finding
+    is_whole = failed == own
+    which = "it" if is_whole else " and ".join(_name(number) for number in failed)
+    them = "it" if len(failed) == 1 or is_whole else "them"
+    says = f"{finding.says}: R2CC_FAILED_NICS declares {which} failed, so no data path uses {them}"
+    return DoctorFinding(finding.check, "skipped" if is_whole else "ok", says)
 
 
 def _interface(

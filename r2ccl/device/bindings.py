@@ -101,6 +101,14 @@ class Cuda:
             raise _failure(name, status)
         return True
 
+    def uuid(self, device: Any) -> bytes:
+        """Return the identifier of a GPU, or of the MIG instance, 16 bytes."""
+        # The bindings of CUDA 12 have two versions, of which the first returns the identifier of
+        # the whole GPU in MIG mode. The bindings of CUDA 13 have the second alone, without suffix.
+        name = "cuDeviceGetUuid"
+        newer = f"{name}_v2"
+        return bytes(self.call(newer if hasattr(self.api, newer) else name, device).bytes)
+
     def device_attribute(self, attribute: str, device: Any) -> int:
         """Return a device attribute; `attribute` is its name without ``CU_DEVICE_ATTRIBUTE_``."""
         which = getattr(self.api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")

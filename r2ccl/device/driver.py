@@ -102,7 +102,7 @@ class CudaDevice:
         self._cuda = Cuda()
         self._ordinal = ordinal
         self._device = self._cuda.call("cuDeviceGet", ordinal)
-        self._uuid = bytes(self._cuda.call("cuDeviceGetUuid", self._device).bytes)
+        self._uuid = self._cuda.uuid(self._device)
         self._bus_id = bus_id_of(self._cuda, self._device)
         self._capability = (
             self._attribute("COMPUTE_CAPABILITY_MAJOR"),

@@ -58,6 +58,11 @@ class _BorrowedArrays(NamedTuple):
     request: Request
 
 
+#: Arrays that a GPU may still use, because its work did not end in time when a communicator was
+#: closed. They stay referenced until the process ends.
+_never_dropped: list[deque[_BorrowedArrays]] = []
+
+
 class _ActiveDevice(NamedTuple):
     """The GPU in use, the backends of its calls, and the arrays it still uses.
 
@@ -287,6 +292,19 @@ class DeviceCollectives:
         active, self._active = self._active, None
         if active is None:
             return
+        try:
+            failures = self._close_backends(active, timeout_s)
+        except BaseException:
+            _never_dropped.append(active.borrowed)
+            raise
+        active.borrowed.clear()
+        active.is_closed.set()
+        active.device.close()
+        if failures:
+            raise failures[0]
+
+    @staticmethod
+    def _close_backends(active: _ActiveDevice, timeout_s: float) -> list[TransportError]:
         failures: list[TransportError] = []
         for backend in (*active.backends, active.copies):
             try:
@@ -295,11 +313,7 @@ class DeviceCollectives:
                 raise
             except TransportError as exc:
                 failures.append(exc)
-        active.borrowed.clear()
-        active.is_closed.set()
-        active.device.close()
-        if failures:
-            raise failures[0]
+        return failures
 
     @staticmethod
     def _order(device: Device, later: Stream, earlier: Stream, backend: GpuBackend) -> None:

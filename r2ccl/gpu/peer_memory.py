@@ -270,7 +270,7 @@ class PeerMemory:
             except TransportError as exc:
                 _log.info(
                     "rank %d: collectives copy a GPU array of another rank of this node, because "
-                    "this rank cannot map its memory: %s",
+                    "this rank cannot map the memory of that array: %s",
                     self._rank, exc,
                 )  # fmt: skip
             else:

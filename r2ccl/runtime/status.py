@@ -102,7 +102,10 @@ class Pending(msgspec.Struct, frozen=True):
             parts.append(f"it waits for {_listed([str(wait) for wait in self.waits])}")
         if self.slow:
             ranks = _listed([str(rank) for rank in self.slow])
-            parts.append(f"the network is not at fault: the ports of ranks {ranks} answer")
+            who, whose = ("ranks", "their") if len(self.slow) > 1 else ("rank", "its")
+            parts.append(
+                f"no data arrives from {who} {ranks}, although {whose} ports answer probes"
+            )
         age_s = self.now_s - self.since_s
         said = "; ".join(parts) or "it waits for no particular rank"
         return f"rank {self.rank}: {self.doing}, begun {age_s:.3g} s ago: {said}"

@@ -178,8 +178,7 @@ class BindingsSource:
 
     def uuid(self, ordinal: int) -> str:
         """Implement `GpuSource.uuid`."""
-        raw = self._cuda.call("cuDeviceGetUuid", self._device(ordinal))
-        return f"GPU-{uuid.UUID(bytes=bytes(raw.bytes))}"
+        return f"GPU-{uuid.UUID(bytes=self._cuda.uuid(self._device(ordinal)))}"
 
     def attribute(self, name: str, ordinal: int) -> int:
         """Implement `GpuSource.attribute`."""

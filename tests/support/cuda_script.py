@@ -136,7 +136,9 @@ class Script:
         self.CUDA_MEMCPY2D = types.SimpleNamespace if real is None else real.CUDA_MEMCPY2D
 
     def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
-        if not name.startswith("cu"):
+        # Only the package for CUDA 12 has a second name for cuDeviceGetUuid.
+        is_known = not name.endswith("_v2") if self.real is None else hasattr(self.real, name)
+        if not name.startswith("cu") or not is_known:
             raise AttributeError(name)
         return lambda *arguments: self.answer(name, arguments)
 
@@ -168,7 +170,7 @@ class Script:
             if name == function:
                 which = arguments[0] if self.real is None else arguments[0].name
                 return known[which.removeprefix(prefix)]
-        return self.results.get(name)
+        return self.results.get(name.removesuffix("_v2"))
 
     def named(self, *names: str) -> list[tuple[Any, ...]]:
         """Calls of these functions."""

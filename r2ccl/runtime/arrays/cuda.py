@@ -380,13 +380,18 @@ def _memory_refusal(x: Any, given: _Given, dtype: np.dtype[Any]) -> InvalidArgum
     if not _is_contiguous(given, dtype.itemsize):
         return InvalidArgument(
             f"{what} and strides {given.strides} is not C-contiguous: "
-            f"pass {advice.contiguous(x)}, or a view of whole leading rows"
+            f"pass {advice.contiguous(x)} (an output: read the result from there), or a view of "
+            "whole leading rows"
         )
     if given.address % dtype.alignment:
         return InvalidArgument(
-            f"{what} is not aligned to {dtype.alignment} bytes: pass a copy of it"
+            f"{what} is not aligned to {dtype.alignment} bytes: pass a copy of it (an output: read "
+            "the result from there)"
         )
-    return InvalidArgument(f"{what} is read-only, but the result is written to it: pass a copy")
+    return InvalidArgument(
+        f"{what} is read-only, but the result is written to it: pass a copy, and read the result "
+        "from there"
+    )
 
 
 __all__ = ["ANY_GPU", "DeviceBuffer", "as_device_buffer", "is_device_array", "streams_of"]

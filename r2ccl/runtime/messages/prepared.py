@@ -329,7 +329,9 @@ def _view_of(array: Bytes) -> memoryview:
 
 
 def _refuse(left: object, right: object, out: object) -> None:
-    raise InternalError("a message was to be reduced")
+    raise InternalError(
+        "the plan of a message asked for a reduction in Python, but messages are not reduced"
+    )
 
 
 def _places(*sizes: int) -> list[tuple[int, int]]:

@@ -260,8 +260,13 @@ def _remove(name: str, namespaces: list[str]) -> None:
     argv = ["sh", "-c", _REMOVE, "netlab-clean", str(_directory(name)), *namespaces]
     try:
         subprocess.run(argv, env=_guard_environment(), timeout=_CLOSE_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as exc:
+    except subprocess.TimeoutExpired as exc:
         raise _not_removed(name) from exc
+    except OSError as exc:
+        raise LabError(
+            f"cannot remove namespaces {name}-*: {exc}; run `r2ccl netlab --clean` after the "
+            "process that owns them has ended"
+        ) from exc
 
 
 def _not_removed(name: str) -> LabError:

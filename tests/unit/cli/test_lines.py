@@ -35,6 +35,23 @@ def test_a_progress_bar_appears_at_once() -> None:
     assert out.getvalue() == b"[0] \r[0] 10%\r[0] 20%\n"
 
 
+def test_a_line_end_of_two_characters_may_come_in_two_pieces() -> None:
+    out = io.BytesIO()
+    printer = LinePrinter("always", out)
+    for piece in (b"a\r", b"\nb\r", b"", b"\n", b"c\r", b"d\n", b"\n"):
+        printer.feed(0, "out", piece)
+    assert out.getvalue() == b"[0] a\r\n[0] b\r\n[0] c\r[0] d\n[0] \n"
+
+
+def test_the_end_of_a_line_adds_none_to_another_rank() -> None:
+    out = io.BytesIO()
+    printer = LinePrinter("always", out)
+    printer.feed(0, "out", b"a\r")
+    printer.feed(1, "out", b"other\n")
+    printer.feed(0, "out", b"\nb\n")
+    assert out.getvalue() == b"[0] a\r[1] other\n[0] b\n"
+
+
 def test_a_long_line_is_written_in_pieces() -> None:
     """A line that was kept whole was copied for each of its chunks: 80 MB took minutes."""
     out = io.BytesIO()

@@ -126,6 +126,14 @@ def test_what_cannot_be_written_is_told_and_nothing_is_left(tmp_path: Path, name
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_the_file_of_another_process_with_this_number_stays(tmp_path: Path) -> None:
+    """Processes of two containers that share the folder may have the same number."""
+    other = tmp_path / f".machine.xml.{os.getpid()}"
+    other.write_text("what another process writes")
+    save_xml(NO_NICS, str(tmp_path / "machine.xml"))
+    assert other.read_text() == "what another process writes"
+
+
 def test_a_write_that_fails_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,3 +149,18 @@ def test_a_nic_declared_failed_is_no_rail_that_is_ok() -> None:
     assert "R2CC_FAILED_NICS declares it failed" in failed.says
     assert "fewer than two usable rails" in findings[-1].says
     assert "remove NICs that work from R2CC_FAILED_NICS" in findings[-1].fix
+
+
+@pytest.mark.parametrize(
+    ("failed_nics", "level", "words"),
+    [
+        ("node7:1", "ok", "as 2 rails: R2CC_FAILED_NICS declares rail 1 failed, so no data path"),
+        ("node7:0", "ok", "declares rail 0 failed, so no data path uses it"),
+        ("node7:lo", "skipped", "declares it failed, so no data path uses it"),
+        ("node7:0,node7:1", "skipped", "declares it failed"),
+    ],
+)
+def test_rails_of_one_interface_fail_one_by_one(failed_nics: str, level: str, words: str) -> None:
+    found = about("lo", examine(LO, socket_ifname="=lo", rails=2, failed_nics=failed_nics))
+    assert (found.check, found.level) == ("rail 0", level)
+    assert words in found.says

@@ -6,7 +6,9 @@ import ast
 import importlib
 import inspect
 import re
+import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from r2ccl.device.bindings import Cuda
 from r2ccl.device.driver import CudaDevice
 from r2ccl.errors import TransportError
 from r2ccl.testing.fakedevice import FakeDevice
+from r2ccl.topology.gpus import BindingsSource
 
 SOURCES = [
     Path(__file__).parents[3] / "r2ccl" / each
@@ -40,6 +43,15 @@ def test_the_calls_are_shown_to_nvidias_package() -> None:
     device = Script(real)
     with pytest.raises(TypeError):
         device.cuMemcpyAsync("no address", 2, 3, 4)
+
+
+def test_the_identifier_is_of_the_mig_instance_with_cuda_12_too(api: Script) -> None:
+    instance: Any = SimpleNamespace(bytes=bytes(range(16, 32)))
+    whole: Any = SimpleNamespace(bytes=bytes(range(16)))
+    for name, found in (("cuDeviceGetUuid_v2", instance), ("cuDeviceGetUuid", whole)):
+        setattr(api, name, lambda device, found=found: (Result.CUDA_SUCCESS, found))
+    assert CudaDevice(1).uuid == instance.bytes
+    assert BindingsSource().uuid(1) == f"GPU-{uuid.UUID(bytes=instance.bytes)}"
 
 
 def test_every_function_and_constant_exists_in_nvidias_package() -> None:

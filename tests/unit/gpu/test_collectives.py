@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.hostgroup import HostGroup
 from support.lookalikes import CUDA, Interface, Producer
 from support.ranks import TIMEOUT_S, Gathering, PlainKernels, get, put, together
@@ -170,6 +173,24 @@ def test_what_still_works_keeps_everything_it_may_work_on() -> None:
         calls.close(1.0)
     assert not other.is_closed
     device.make_event()
+
+
+def test_arrays_of_work_that_never_ends_stay_referenced() -> None:
+    device = FakeDevice(FakeGpu())
+    error = TransportTimeout("still works", status="TIMEOUT")
+    calls = calls_of(device, [Ending(device, error)])
+    x = Producer(device.caller_memory(80), (10,), dtype=(0, 64, 1), device=(CUDA, 0))
+    given = arguments.allreduce(x, None, ReduceOp.SUM)
+    owner = threading.Event()  # a Producer is referenced by itself
+    given = replace(given, source=replace(given.source, owner=owner))
+    calls.start(given, device.caller_stream(), False)
+    is_referenced = weakref.ref(owner)
+    with pytest.raises(TransportTimeout):
+        calls.close(1.0)
+    error.__traceback__ = None
+    del calls, given, owner
+    gc.collect()
+    assert is_referenced()
 
 
 def test_a_stream_that_captures_is_refused_before_anything() -> None:

@@ -371,7 +371,9 @@ def test_a_timed_out_init_says_what_kept_paths_from_connecting() -> None:
 
 def test_a_slow_peer_is_told_from_a_broken_network() -> None:
     pending = status.Pending(0, "call 2, barrier()", 2.0, 1.0, {}, (status.Wait(1, "slice"),), (1,))
-    assert str(pending).endswith("the network is not at fault: the ports of ranks 1 answer")
+    assert str(pending).endswith("no data arrives from rank 1, although its ports answer probes")
+    pending = status.Pending(0, "call 2, barrier()", 2.0, 1.0, slow=(1, 2))
+    assert str(pending).endswith("from ranks 1, 2, although their ports answer probes")
 
 
 def test_what_a_failure_set_in_motion_is_in_the_books() -> None:
