@@ -489,7 +489,7 @@ class Messenger(MessageCaller):
             _, doing, _ = self._describe(request)
             raise TransportTimeout(
                 f"rank {self._job.rank}: {doing} has not finished after {timeout_s:g} s and "
-                "continues: wait again, or look at pending() on this rank and its peer",
+                "continues: wait again, or look at pending() on both ranks",
                 rank=self._job.rank,
                 status="TIMEOUT",
             )
