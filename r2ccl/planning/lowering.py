@@ -128,6 +128,7 @@ def lower(
     parts: Parts | None = None,
     whole_nbytes: int = 0,
     announces_parts: bool = False,
+    clears_busy_links: bool = False,
 ) -> Layout:
     """Map `program` to a buffer of `count` elements of `itemsize` bytes and cut it into slices.
 
@@ -139,9 +140,7 @@ def lower(
     slice_nbytes : int
         Largest size of a slice. An element larger than this is a slice of its own.
     eager_nbytes : int
-        Ops whose slices have at most this size are sent eagerly. If such ops send more than four
-        times this size on one link, and `whole_nbytes` is 0, only those of them whose slices have
-        at most a quarter of this size are sent eagerly on that link.
+        Ops whose slices have at most this size are sent eagerly.
     weights : sequence of int, optional
         Weight of each channel's share of the buffer. Default: the program's weights.
     channels : sequence of int, optional
@@ -161,6 +160,11 @@ def lower(
         If True and `whole_nbytes` is above 0, the first channel sends an empty message for each
         part that travels on other channels. A receiver that expects another size then learns this
         without waiting for the part.
+    clears_busy_links : bool
+        If True, and `whole_nbytes` is 0: where such ops send more than four times `eager_nbytes` on
+        one link, only those of them whose slices have at most a quarter of `eager_nbytes` are sent
+        eagerly. This is faster on loopback. A network with a long round trip needs more slices
+        under way than there are landing places. Equal on all ranks.
 
     Raises
     ------
@@ -186,7 +190,7 @@ def lower(
         steps = tuple(
             _place(op, ops, program.rank, pieces, at, slice_elements, itemsize, eager) for op in ops
         )
-        if not whole_nbytes:
+        if clears_busy_links and not whole_nbytes:
             steps = _clear_busy_links(steps, itemsize, eager)
         peers = {step.peer for step in steps if step.peer >= 0}
         lanes.append(
@@ -332,7 +336,7 @@ def _clear_busy_links(
     slices it does so while earlier ones are under way. For a large slice, this costs less than the
     copies. Both ends of a link find the same, because they have the same slices.
 
-    Measured with 4 ranks over TCP on one machine: an exscan of 1 MiB, whose links carry 16 slices
+    Measured with 4 ranks over loopback: an exscan of 1 MiB, whose links carry 16 slices
     of 32 KiB each, takes half of the time; other collectives take the same time.
     """
     carried: Counter[tuple[int, bool]] = Counter()

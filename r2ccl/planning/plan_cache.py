@@ -422,6 +422,7 @@ class PlanCache:
             parts=parts,
             whole_nbytes=whole_nbytes,
             announces_parts=call.collective in PAIRWISE,
+            clears_busy_links=self.fabric.is_loopback,
         )
         layout = limit_windows(layout, len(self.fabric.homes), self.fabric.inlet_nbytes)
         if self.place is not None:

@@ -21,13 +21,24 @@ def layouts(schedule: Schedule, count: int, **sizes: int) -> list[Layout]:
     slice_nbytes=st.integers(1, 300),
     eager_nbytes=st.integers(0, 300),
     is_ring=st.booleans(),
+    clears_busy_links=st.booleans(),
 )
 def test_both_ends_of_a_link_cut_alike(
-    nranks: int, nchannels: int, count: int, slice_nbytes: int, eager_nbytes: int, is_ring: bool
+    nranks: int,
+    nchannels: int,
+    count: int,
+    slice_nbytes: int,
+    eager_nbytes: int,
+    is_ring: bool,
+    clears_busy_links: bool,
 ) -> None:
     make = ring.allreduce if is_ring else recursive_doubling.allreduce
     ranks = layouts(
-        make(nranks, nchannels), count, slice_nbytes=slice_nbytes, eager_nbytes=eager_nbytes
+        make(nranks, nchannels),
+        count,
+        slice_nbytes=slice_nbytes,
+        eager_nbytes=eager_nbytes,
+        clears_busy_links=clears_busy_links,
     )
     for sender in ranks:
         for lane in sender.lanes:
@@ -97,10 +108,13 @@ def test_large_slices_are_cleared_where_much_is_sent(
     back = Op(OpKind.RECV, 0, Space.OUTPUT, -1, Space.OUTPUT, 0)
     copied = Op(OpKind.COPY, -1, Space.INPUT, 0, Space.OUTPUT, 0)
     program = RankProgram(1, 2, 1, (nchunks,), (1,), ((*sent, back, copied),))
-    layout = lower(program, nchunks * nbytes, 1, slice_nbytes=64, eager_nbytes=64)
+    given = {"slice_nbytes": 64, "eager_nbytes": 64}
+    layout = lower(program, nchunks * nbytes, 1, **given, clears_busy_links=True)
     *sends, received, _ = layout.lanes[0].steps
     assert {step.is_eager for step in sends} == {is_eager}
     assert received.is_eager
+    layout = lower(program, nchunks * nbytes, 1, **given)
+    assert {step.is_eager for step in layout.lanes[0].steps} == {True}
 
 
 def test_left_operand_is_the_lower_ranks() -> None:
