@@ -63,7 +63,7 @@ def why_not_compiled() -> str:
         from llvmlite import binding
 
         binding.get_process_triple()  # loads the library
-    except (ImportError, OSError) as exc:
+    except (ImportError, OSError, AttributeError, RuntimeError) as exc:
         return f"llvmlite cannot be loaded ({exc}): pip install --force-reinstall llvmlite"
     return ""
 

@@ -191,14 +191,15 @@ def allgatherv(x: Any, out: Any, layout: Layout, rank: int, nranks: int) -> Requ
     output = _output(source, result)
     is_equal = len(set(sizes)) == 1 and places == consecutive(sizes)
     # On GPUs, other ranks must know whether the request has parts, but they do not know the places.
-    if is_equal and output.count == sum(sizes) and not isinstance(source, DeviceBuffer):
+    is_on_gpu = isinstance(source, DeviceBuffer)
+    if is_equal and output.count == sum(sizes) and not is_on_gpu:
         return allgather(x, result, rank, nranks)
     _require_room("out", output, places, is_disjoint=True)
     is_there = is_in_place(source, _part(output, places[rank]), whole_output=output)
     call = CallSignature(Collective.ALLGATHER, output.dtype_code, ReduceOp.SUM, sum(sizes))
     parts = Parts(places, places)
     return Request(
-        _with_counts(call, sizes),
+        _with_digest(call, sizes) if is_on_gpu else _with_counts(call, sizes),
         source,
         output,
         result,
@@ -458,8 +459,10 @@ def _turned(sources: Sequence[Range], targets: Sequence[Range], rank: int) -> Pa
 
 def _with_counts(call: CallSignature, counts: tuple[int, ...]) -> CallSignature:
     """Return the signature with a digest of `counts`, unless all counts are equal."""
-    if len(set(counts)) == 1:
-        return call
+    return call if len(set(counts)) == 1 else _with_digest(call, counts)
+
+
+def _with_digest(call: CallSignature, counts: tuple[int, ...]) -> CallSignature:
     return call.with_digest(zlib.crc32(repr(counts).encode()))
 
 

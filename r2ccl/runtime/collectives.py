@@ -564,7 +564,9 @@ class Collectives:
         # The calls must reach the worker in the order in which they were begun.
         if self._starting.locked():
             raise self._concurrent()
-        with self._starting:  # unlike after acquire(), Ctrl-C cannot leave it locked
+        # Unlike after acquire(), Ctrl-C cannot leave the lock held. If two threads come here at the
+        # same moment, one waits for the other.
+        with self._starting:
             return self._start_on_device(request, stream, is_async)
 
     def _submit(self, request: Request, convert: Callable[[Array], Any] | None) -> Work[Any]:

@@ -63,6 +63,11 @@ def test_nobody_waits_for_a_rank_whose_gpu_is_broken() -> None:
         assert "the driver is broken" in said
 
 
+def test_allgather_and_allgatherv_are_different_calls() -> None:
+    for said in launch(programs.allgather_beside_allgatherv, 2, timeout_s=TIMEOUT_S):
+        assert "differs" in said
+
+
 def test_a_call_beside_a_blocking_one_is_refused(tmp_path: Path) -> None:
     run = functools.partial(programs.beside_a_blocking_call, str(tmp_path))
     assert launch(run, 2, timeout_s=TIMEOUT_S) == [True] * 2

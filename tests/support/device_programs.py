@@ -288,6 +288,22 @@ def wrong_arguments() -> list[str]:
     return said
 
 
+def allgather_beside_allgatherv() -> str:
+    """Call allgather on rank 0, allgatherv with equal counts on the others; return the error."""
+    card = Card(int(os.environ["RANK"]))
+    comm = r2ccl.init(staging_nbytes=WINDOWS)
+    x, _ = card.array(values_of(comm.rank, 10))
+    out, _ = card.array(np.zeros(10 * comm.nranks, np.int64))
+    with raises((InvalidArgument, CommunicatorRevoked)) as caught:
+        if comm.rank == 0:
+            comm.allgather(x, out, stream=card.stream)
+        else:
+            comm.allgatherv(x, out, counts=[10] * comm.nranks, stream=card.stream)
+        comm.barrier()
+    comm.abort()
+    return str(caught.value)
+
+
 def beside_a_blocking_call(room: str) -> bool:
     """Call on device memory while a call on host memory blocks in another thread of rank 0.
 

@@ -127,7 +127,7 @@ def clean() -> list[str]:
     Raises
     ------
     LabError
-        If the namespaces are not removed in time.
+        If the namespaces are not removed in time, or the command that removes them cannot be run.
     """
     if not _RUN.is_dir():
         return []
