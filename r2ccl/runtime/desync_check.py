@@ -54,8 +54,8 @@ class DesyncCheck:
         self._rank = rank
         self._patience_s = patience_s
         self._control = control
-        #: Packed signatures of the collectives in `said`; None: not known.
-        self._signatures: dict[int, int | None] = dict.fromkeys(self.said)
+        #: Number and packed signature of the collectives in `said`; None: not known.
+        self._signatures: dict[int, tuple[int, int | None]] = dict.fromkeys(self.said, (0, None))
         #: Number of the last collective that this rank has reported, or will report, as called, and
         #: its signature.
         self._own = 0
@@ -73,7 +73,8 @@ class DesyncCheck:
         """
         for rank, theirs, what in message.last:
             if theirs > self.said.get(rank, theirs):
-                self.said[rank], self._signatures[rank] = theirs, what
+                self._signatures[rank] = (theirs, what)  # first: other threads read both
+                self.said[rank] = theirs
                 self._unspread.add(rank)
         if message.op > self.asked_op:
             self._ask(message.op, op, signature)
@@ -113,6 +114,22 @@ class DesyncCheck:
         if is_late or now - self._quiet_since_s >= self._patience_s:
             self._ask(op, op, signature)
 
+    def elsewhere(self, op: int, signature: int) -> list[int]:
+        """Return the peers that have reported a later call than `op`, or another call `op`.
+
+        `signature` is the packed signature of call `op` of this rank. Any thread may call this
+        method.
+        """
+        found = []
+        for peer, last in self.said.copy().items():
+            if last == op:
+                reported, theirs = self._signatures[peer]
+                if reported == op and theirs not in (None, signature):
+                    found.append(peer)
+            elif last > op:
+                found.append(peer)
+        return found
+
     def spread(self) -> None:
         """Send this rank's new report to all neighbors, and pass on new reports of other ranks.
 
@@ -124,7 +141,7 @@ class DesyncCheck:
             return
         for peer in self._control.neighbors:
             unheard = without_session(news - {self._rank}, peer, len(self.said) + 1)
-            last = [(rank, self.said[rank], self._signatures[rank]) for rank in unheard]
+            last = [(rank, *self._signatures[rank]) for rank in unheard]
             if self._rank in news:
                 last.append((self._rank, self._own, self._own_signature))
             if last:

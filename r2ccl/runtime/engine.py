@@ -25,7 +25,6 @@ from r2ccl.config import Config
 from r2ccl.errors import (
     CommunicatorRevoked,
     ConcurrentCalls,
-    InvalidArgument,
     R2cclError,
 )
 from r2ccl.failover.context import RankContext
@@ -44,7 +43,13 @@ from r2ccl.runtime.exclusion import Exclusions
 from r2ccl.runtime.executor import HostLanes, LaneRun, are_done, begin_lanes
 from r2ccl.runtime.messages.messenger import Messenger
 from r2ccl.runtime.patience import Caller, Patience, revoked, without_frames
-from r2ccl.runtime.progress import Computer, describe, difference, is_other_call
+from r2ccl.runtime.progress import (
+    Computer,
+    closed_early,
+    describe,
+    difference,
+    is_other_call,
+)
 from r2ccl.runtime.reports import Reports
 from r2ccl.runtime.staged_call import StagedCall, words_of
 from r2ccl.runtime.status import Operation, Pending
@@ -66,6 +71,13 @@ class LocalPath(Protocol):
         """Number of calls begun that use only shared memory, which the data loop does not count."""
         ...
 
+    def ahead(self) -> dict[int, int]:
+        """Return, by rank in the job, how many more calls than this rank other ranks have begun.
+
+        Ranks that have begun no more calls are left out.
+        """
+        ...
+
     def end(self) -> None:
         """Wake the running call; it and later calls then raise the communicator's error."""
         ...
@@ -75,6 +87,10 @@ class _ClosedPath(NamedTuple):
     """`LocalPath` that is closed."""
 
     ncalls: int
+
+    def ahead(self) -> dict[int, int]:
+        """Return an empty dict: it is not known."""
+        return {}
 
     def end(self) -> None:
         """Do nothing: no call can run."""
@@ -828,13 +844,12 @@ class Engine:
         If there is such a peer, end the communicator: the peer would wait for this rank, which is
         in `leave`.
         """
-        rank, own = self._job.rank, self.op
-        for peer, op in self.waits.last_ops().items():
+        rank, own, ops = self._job.rank, self.op, self.waits.last_ops()
+        if self._local is not None:
+            ops |= {peer: own + ncalls for peer, ncalls in self._local.ahead().items()}
+        for peer, op in ops.items():
             if op > own:
-                error = InvalidArgument(
-                    f"rank {rank} called close() after call {own}, but rank {peer} made call {op}: "
-                    "all ranks must make the same calls before close()"
-                )
+                error = closed_early(rank, own, peer, op)
                 self._revocation.revoke(Revoke("InvalidArgument", str(error), rank))
                 return False
         return True

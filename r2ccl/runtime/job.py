@@ -328,6 +328,8 @@ class Job:
             if self.engine.error is None:
                 first.leave()
                 self.is_left = True
+                for participant in tuple(self._participants):
+                    participant.require_same(is_last=True)
         finally:
             self.free(_LEAVE_S)
         for participant in tuple(self._participants):
@@ -343,6 +345,7 @@ class Job:
         participant.refuse(self.closed)
         try:
             participant.drain()
+            participant.require_same(is_last=False)
         finally:
             # A call that still runs must not write to its arrays after this method.
             try:

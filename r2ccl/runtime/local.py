@@ -25,7 +25,7 @@ from r2ccl.errors import CommunicatorRevoked, InvalidArgument
 from r2ccl.runtime.arguments import Request, allreduce
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.engine import Engine
-from r2ccl.runtime.progress import describe, difference
+from r2ccl.runtime.progress import closed_early, describe, difference
 from r2ccl.runtime.repeats import Make, Repeats, array_of
 from r2ccl.runtime.waits import Missing
 from r2ccl.schedule.chunks import Range
@@ -74,6 +74,11 @@ class LocalCalls:
     def ncalls(self) -> int:
         """Number of calls begun."""
         return self._group.ncalls
+
+    def ahead(self) -> dict[int, int]:
+        """Implement `LocalPath`."""
+        positions = self._group.positions().items()
+        return {self.members[index]: ncalls for index, ncalls in positions if ncalls > 0}
 
     @property
     def rings(self) -> Rings:
@@ -239,6 +244,30 @@ class LocalCalls:
         self.repeats.forget()
         self._group.wake()
 
+    def require_same(self, *, is_last: bool) -> None:
+        """Compare the calls that this rank made without waiting for the others, as far as known.
+
+        If `is_last`, all ranks have made all their calls, so their numbers are compared, too.
+
+        Raises
+        ------
+        InvalidArgument
+            If the calls differ.
+        """
+        from r2ccl.shm.group import CallsDiffer
+
+        op, rank = self._engine.op, self.members[self._engine.rank]
+        for index, ncalls in self._group.positions().items() if is_last else ():
+            peer = self.members[index]
+            if ncalls > 0:
+                raise closed_early(rank, op, peer, op + ncalls)
+            if ncalls < 0:
+                raise closed_early(peer, op + ncalls, rank, op)
+        try:
+            self._group.require_same()
+        except CallsDiffer as exc:
+            raise self._difference(exc) from None
+
     def close(self) -> None:
         """Free the memory; no call may run or follow."""
         self._has_ended = True
@@ -250,7 +279,7 @@ class LocalCalls:
         op, rank, peer = self._engine.op, self.members[self._engine.rank], self.members[found.index]
         mine = found.own
         if mine != found.call:
-            return difference(op, rank, peer, mine, found.call)
+            return difference(op, rank, peer, mine, found.call, is_earlier=found.is_earlier)
         itemsize = dtype_of(CallSignature.unpack(mine).dtype).itemsize
         return InvalidArgument(
             f"call {op}, {describe(mine)}: rank {peer} passes {found.sent_nbytes // itemsize} "

@@ -340,6 +340,14 @@ class Participant:
         """Wait until every rank of the communicator has all its data; see `Engine.leave`."""
         self.collectives.in_turn(self.engine.leave)
 
+    def require_same(self, *, is_last: bool) -> None:
+        """Compare the calls in shared memory with those of the other ranks, as far as known.
+
+        See `LocalCalls.require_same` for `is_last`, and the error.
+        """
+        if self.on_host.local is not None:
+            self.on_host.local.require_same(is_last=is_last)
+
     def free_memory(self, timeout_s: float) -> None:
         """Free shared memory; log an error if it stays in use, see `Collectives.free_memory`."""
         if not self.collectives.free_memory(timeout_s):

@@ -450,13 +450,27 @@ def describe(signature: int) -> str:
     return f"{name}({', '.join(parts)})"
 
 
-def difference(op: int, rank: int, peer: int, mine: int, theirs: int) -> InvalidArgument:
-    """Return the error of two ranks whose calls `op` have different packed signatures."""
+def difference(
+    op: int, rank: int, peer: int, mine: int, theirs: int, *, is_earlier: bool = False
+) -> InvalidArgument:
+    """Return the error of two ranks whose calls `op` have different packed signatures.
+
+    If `is_earlier`, the calls are earlier ones.
+    """
+    which = f"a call before {op}" if is_earlier else f"call {op}"
     return InvalidArgument(
-        f"call {op} differs between ranks: rank {rank} called {describe(mine)}, "
+        f"{which} differs between ranks: rank {rank} called {describe(mine)}, "
         f"rank {peer} called {describe(theirs)}; "
         "all ranks must pass the same collective, dtype, op, root, count, counts and schedule"
     )
 
 
-__all__ = ["Computer", "Progress", "describe", "difference", "is_other_call"]
+def closed_early(rank: int, own: int, peer: int, op: int) -> InvalidArgument:
+    """Return the error of `rank`, which has closed after call `own`; `peer` has made call `op`."""
+    return InvalidArgument(
+        f"rank {rank} called close() after call {own}, but rank {peer} made call {op}: "
+        "all ranks must make the same calls before close()"
+    )
+
+
+__all__ = ["Computer", "Progress", "closed_early", "describe", "difference", "is_other_call"]

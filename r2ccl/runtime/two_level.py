@@ -233,6 +233,10 @@ class TwoLevelCalls:
         if self._engine.error is None:
             self._engine.fail_local(error)
 
+    def ahead(self) -> dict[int, int]:
+        """Return an empty dict: the engine knows the calls by their steps over the network."""
+        return {}
+
     def end(self) -> None:
         """Wake a waiting step, which then raises the error of the communicator."""
         self._group.wake()
@@ -294,10 +298,12 @@ class _Run:
         calls._caller, calls._has_begun = get_ident(), False
         try:
             self._run_local(self._steps[0].before)
-            calls._has_begun = True
+            # A rank that only sends does not wait for the others.
+            calls._has_begun = not self._group.absent()
             for number, steps in enumerate(self._steps):
                 prepared = self._begin(self._steps[number + 1].before) if number < last else None
                 self._run_between(steps.between, None if number else health)
+                calls._has_begun = True
                 if number < last:
                     self._begin(steps.after)
                 if prepared is not None:
@@ -367,7 +373,10 @@ class _Run:
         if isinstance(error, CallsDiffer):
             rank, peer = calls._team[self._group.rank], calls._team[error.index]
             op = engine.op if calls._has_begun else engine.op + 1
-            error = difference(op, rank, peer, error.own, error.call)
+            differing = error
+            error = difference(
+                op, rank, peer, differing.own, differing.call, is_earlier=differing.is_earlier
+            )
         engine.note_end_known()
         has_ended = engine.error is not None
         while not has_ended:

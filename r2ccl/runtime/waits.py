@@ -261,9 +261,10 @@ class Waits:
                 raise difference(op, rank, peer, signature, theirs)
         if self._desync.asked_op < op:
             return
-        # The reports are read before the absent ranks: a rank that has reported this call is absent
-        # only if it has made another call.
-        called = [members[peer] for peer, last in self._desync.said.copy().items() if last >= op]
+        # The reports are read before the absent ranks: a rank that has reported a later call is
+        # absent only if it has made another call than this one. A rank that has reported this call
+        # may be about to begin it in shared memory.
+        called = [members[peer] for peer in self._desync.elsewhere(op, signature)]
         for absent in missing()[0] if called else ():
             if absent in called:
                 raise InvalidArgument(

@@ -18,8 +18,8 @@ other ranks map; segments for arrays of the user are made on request. Modules:
   memory left on the host, `mapping` maps shared memory;
 - `robust_mutex` detects that the process of another rank has ended;
 - `local_call` has `LocalCall`, a prepared call of a collective;
-- `repeat` makes functions that run such a call again, `repeat_loop` has the compiled code of these
-  functions;
+- `repeat` makes functions that run such a call again, and the function that chooses among them;
+  `repeat_loop` has the compiled code of these functions;
 - `group` has `LocalGroup`, the object that a communicator calls;
 - `message_layout` has the offsets in the memory for messages, and the words of a rank's table;
 - `frames` has the compiled steps of messages, `pump` the compiled loop that moves them;
@@ -27,14 +27,21 @@ other ranks map; segments for arrays of the user are made on request. Modules:
 - `rings` has `Rings`, which `r2ccl.runtime.messages` uses;
 - `machine` tells whether ranks can share memory on this kind of machine.
 
-All collectives consist of *rounds*, whose numbers never restart. In round j, a rank copies data
-into stage slot ``j % NSLOTS`` of its segment and stores j in its word ``POSTED``. Peers wait for
-this value, read the slot and, if a rank of the call may wait until they have read it, store j in
-their words ``DONE``. In the first round of a call, each rank posts a header with the call's
-signature, and every rank waits for the headers of all others. Calls that differ are therefore found
-before any output is written. If the headers say that the ranks can access each other's arrays
-directly, the call has no further round, and a rank returns when the other ranks are done with its
-arrays.
+All collectives consist of *rounds*, which are numbered within their call. In a round, a rank copies
+data into a stage slot of its segment and stores the number of the round in its word ``POSTED``.
+Peers wait for this number, read the slot and, if a rank may wait until they have read it, store the
+number in their words ``DONE``. In the first round of a call, each rank announces a header with the
+call's signature instead. A rank waits for and compares the headers of all ranks from which it
+receives data, so calls that differ are found before any output is written.
+
+A rank that only sends, such as the root of a broadcast, does not wait for the headers of its peers
+in this call: it may be some calls ahead. It compares these headers in a later call, at the latest
+before the peer may overwrite them, or before it overwrites a slot that the peer may still read. In
+large reduces and gathers, and in all collectives in which every rank receives data, every rank
+compares the headers of all ranks.
+
+If the headers say that the ranks can access each other's arrays directly, the call has no further
+round, and a rank returns when the other ranks are done with its arrays.
 
 Messages are frames in rings. Each ordered pair of ranks has one ring, which the sender writes. The
 receiver takes frames in the order in which they were put. A message that no receive has taken does

@@ -23,7 +23,6 @@ from r2ccl.shm.layout import (
     DONE,
     FINISHED,
     IS_PAST_CACHES,
-    LAST,
     LOOP_FORM,
     LOOP_KERNEL,
     LOOP_MOST,
@@ -32,16 +31,13 @@ from r2ccl.shm.layout import (
     MODE,
     NRANKS,
     NRESULTS,
-    NSLOTS,
     POSTED,
     RANK,
     RESULTS,
     ROUND,
-    SAFE,
     SCRATCH,
     SCRATCH_NBYTES,
     SLOT_NBYTES,
-    SLOTS,
     STEP,
     STREAM_NBYTES,
     UNDECIDED,
@@ -49,7 +45,20 @@ from r2ccl.shm.layout import (
     Loop,
 )
 from r2ccl.shm.places import begin_anew, has_input, have_stayed, place_of, publish_places
-from r2ccl.shm.rounds import begin, compare_headers, copy, fits, wait_for_all, write_header
+from r2ccl.shm.rounds import (
+    begin,
+    claim_slot,
+    compare_headers,
+    copy,
+    finish,
+    first_round,
+    fits,
+    note_safe,
+    publish_header,
+    slot_of,
+    wait_for_all,
+    write_header,
+)
 from r2ccl.shm.single_copy import reduce_share
 from r2ccl.shm.storing import choose, note_begin, note_end
 from r2ccl.shm.waiting import publish
@@ -87,11 +96,11 @@ def make_allreduce() -> Loop:
         total = max(1, (nbytes + most - 1) // most)
         chunk = ((nbytes + total - 1) // total + 63) & -64
 
-        first = state[LAST] + 1
         if is_resumed == 0:
             begin(state, total)
             choose(state, given, nbytes)
             state[MODE] = UNDECIDED
+        first = first_round(state)
         # Before round 0, the round with index -1 deposits the first chunk and compares the calls.
         while state[ROUND] <= total:
             index = state[ROUND]
@@ -107,14 +116,14 @@ def make_allreduce() -> Loop:
                     return WAITING
                 if not have_stayed(state, address, range(nranks)):
                     return WAITING
-                state[LAST] = first
-                return FINISHED
+                return finish(state)
             if state[STEP] == _DEPOSIT:
                 ahead = index + 1
                 is_reachable = False
                 if ahead == 0:
-                    if not write_header(state, address, signature):
-                        return WAITING
+                    result = write_header(state, address, signature)
+                    if result != FINISHED:
+                        return result
                     from_place, to_place = 0, 0
                     if state[MODE] == UNDECIDED:
                         from_place = place_of(state, source, nbytes)
@@ -124,10 +133,10 @@ def make_allreduce() -> Loop:
                         from_place, to_place = 0, 0
                     publish_places(state, from_place, to_place)
                 if ahead < total:
-                    # The slot is free: `write_header`, `compare_headers` or `_COLLECT` of the
-                    # previous round waited until all ranks had reduced the chunk that was there.
-                    slot = base + SLOTS + ((first + ahead) % NSLOTS) * SLOT_NBYTES
-                    at = source + ahead * chunk
+                    result = claim_slot(state, address, ahead, range(nranks))
+                    if result != FINISHED:
+                        return result
+                    slot, at = slot_of(state, rank, ahead), source + ahead * chunk
                     length = max(0, min(chunk, nbytes - ahead * chunk))
                     share = ((length + nranks - 1) // nranks + 63) & -64
                     before = min(length, rank * share)
@@ -137,11 +146,14 @@ def make_allreduce() -> Loop:
                         copy(slot + after, at + after, length - after, state[IS_PAST_CACHES])
                         if state[IS_PAST_CACHES]:
                             stream_fence()
-                    publish(base + POSTED, first + ahead)
+                    if ahead == 0:
+                        publish_header(state)
+                    else:
+                        publish(base + POSTED, first + ahead)
                 state[STEP] = _REDUCE
             if state[STEP] == _REDUCE:
                 if index < 0:
-                    result = compare_headers(state, address, signature)
+                    result = compare_headers(state, address, range(nranks))
                     if result != FINISHED:
                         return result
                     nreachable = 0
@@ -152,24 +164,23 @@ def make_allreduce() -> Loop:
                         continue
                     if nreachable > 0:
                         begin_anew(state, total)
-                        first += 1
+                        first = first_round(state)
                         continue
                     note_begin(state, address, given)
                 elif index < total:
-                    if not wait_for_all(state, address, POSTED, this):
+                    if index > 0 and not wait_for_all(state, address, POSTED, this):
                         return WAITING
                     length = max(0, min(chunk, nbytes - index * chunk))
                     share = ((length + nranks - 1) // nranks + 63) & -64
                     before = min(length, rank * share)
                     after = min(length, before + share)
-                    place = (this % NSLOTS) * SLOT_NBYTES
                     # The result slot is free: all ranks have posted `this`, so they have collected
                     # the results of round `this - 3`; there are at least 3 result slots.
-                    result = base + RESULTS + (this % NRESULTS) * SLOT_NBYTES
+                    result = base + RESULTS + (index % NRESULTS) * SLOT_NBYTES
                     for at in range(before, after, SCRATCH_NBYTES):
                         length = min(SCRATCH_NBYTES, after - at)
                         for peer in range(nranks):
-                            kernel_sources[peer] = state[BASES + peer] + SLOTS + place + at
+                            kernel_sources[peer] = slot_of(state, peer, index) + at
                         kernel_sources[rank] = source + index * chunk + at
                         # Both copies find the block in the first-level cache.
                         block = base + SCRATCH if state[IS_PAST_CACHES] else result + at
@@ -184,11 +195,11 @@ def make_allreduce() -> Loop:
             if index >= 1:
                 if not wait_for_all(state, address, DONE, this - 1):
                     return WAITING
-                state[SAFE] = this - 1
+                note_safe(state, this - 1)
                 at = (index - 1) * chunk
                 length = max(0, min(chunk, nbytes - at))
                 share = ((length + nranks - 1) // nranks + 63) & -64
-                place = RESULTS + ((this - 1) % NRESULTS) * SLOT_NBYTES
+                place = RESULTS + ((index - 1) % NRESULTS) * SLOT_NBYTES
                 for peer in range(nranks):
                     if peer != rank:
                         before = min(length, peer * share)
@@ -199,8 +210,7 @@ def make_allreduce() -> Loop:
             state[ROUND] = index + 1
         stream_fence()
         note_end(state, address, given)
-        state[LAST] = first + total - 1
-        return FINISHED
+        return finish(state)
 
     return allreduce
 

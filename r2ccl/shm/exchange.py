@@ -6,8 +6,9 @@ with a kernel of `r2ccl.kernels.fold`. A barrier copies nothing.
 
 In each round, a sender copies the next piece of each part into its stage slot and posts the round.
 A receiver waits until each sender has posted the round, and takes its piece from the sender's slot.
-Senders are one round ahead of the receivers, so copies into and out of slots overlap. A part that
-is copied to another rank is read and written twice.
+Senders are one round ahead of the receivers, so copies into and out of slots overlap; a rank that
+only sends is as many rounds and calls ahead as its slots and headers allow. A part that is copied
+to another rank is read and written twice.
 
 With the flag `REACHING`, if the inputs of all senders are in memory that all ranks map
 (`r2ccl.shm.symmetric`), a receiver reads its parts from these inputs instead, and a sender waits
@@ -31,7 +32,7 @@ from r2ccl.shm.layout import (
     FINISHED,
     FROM_ROOT,
     IS_PAST_CACHES,
-    LAST,
+    LAST_ROUND,
     LENGTHS,
     LOOP_FLAGS,
     LOOP_FORM,
@@ -42,19 +43,17 @@ from r2ccl.shm.layout import (
     LOOP_SOURCE_STEP,
     LOOP_TABLES,
     LOOP_TARGET_STEP,
-    MAX_NRANKS,
     MODE,
     NCALLS,
+    NHEADERS,
     NRANKS,
-    NSLOTS,
     POSTED,
     RANK,
     REACHING,
     ROUND,
-    SAFE,
+    ROW_NBYTES,
     SHARED,
     SLOT_NBYTES,
-    SLOTS,
     STEP,
     STREAM_NBYTES,
     TO_ROOT,
@@ -64,7 +63,20 @@ from r2ccl.shm.layout import (
     Loop,
 )
 from r2ccl.shm.places import begin_anew, has_input, have_stayed, place_of, publish_places
-from r2ccl.shm.rounds import begin, compare_headers, copy, fits, write_header
+from r2ccl.shm.rounds import (
+    announce_earlier_calls,
+    begin,
+    claim_slot,
+    compare_headers,
+    copy,
+    finish,
+    first_round,
+    fits,
+    publish_header,
+    slot_of,
+    wait_until_done,
+    write_header,
+)
 from r2ccl.shm.single_copy import copy_inputs, reduce_inputs, reduce_share
 from r2ccl.shm.storing import choose, note_begin, note_end
 from r2ccl.shm.waiting import publish, wait
@@ -118,6 +130,10 @@ def make_exchange() -> Loop:
         is_shared, has_tables = (flags & SHARED) != 0, tables != 0
         is_sender = (flags & FROM_ROOT) == 0 or rank == root
         is_receiver = (flags & TO_ROOT) == 0 or rank == root
+        # A rank with nothing to send uses no slots, so nobody waits until they are read.
+        is_depositor = is_sender and (has_tables or nbytes > 0)
+        if flags & TO_ROOT and rank == root:
+            is_depositor = False
         senders = range(root, root + 1) if flags & FROM_ROOT else range(nranks)
         receivers = range(root, root + 1) if flags & TO_ROOT else range(nranks)
         # A slot is divided between the other ranks, unless they all get the same data or one rank
@@ -127,8 +143,14 @@ def make_exchange() -> Loop:
         portion = 0 if is_whole else piece
         is_streamed = nbytes * nranks >= state[STREAM_NBYTES]
         is_reaching, is_allreduce = (flags & REACHING) != 0, is_shared and kernel != 0
+        # Ranks whose calls this rank compares with its own before it goes on. A rank that only
+        # sends compares none, unless its next step depends on the arrays of other senders.
+        is_rooted, compared = (flags & (FROM_ROOT | TO_ROOT)) != 0, range(nranks)
+        if flags & FROM_ROOT:
+            compared = senders
+        elif is_rooted and rank != root and not is_reaching:
+            compared = range(0)
 
-        first = state[LAST] + 1
         if is_resumed == 0:
             most = nbytes
             if has_tables:
@@ -137,14 +159,16 @@ def make_exchange() -> Loop:
                     most = max(most, sent_nbytes[peer], put_nbytes[peer])
             begin(state, (most + piece - 1) // piece)
             # With a root, the duration of a rank that only sends says nothing about the receivers.
-            choose(state, given, nbytes if flags & (FROM_ROOT | TO_ROOT) == 0 else 0)
+            choose(state, given, 0 if is_rooted else nbytes)
             state[MODE] = UNDECIDED
-        row = LENGTHS + 8 * MAX_NRANKS * (state[NCALLS] & 1)
+            if is_rooted:
+                announce_earlier_calls(state)
+        first = first_round(state)
+        row = LENGTHS + ROW_NBYTES * (state[NCALLS] & (NHEADERS - 1))
 
         # Before round 0, the round with index -1 deposits its pieces and compares the calls.
         while state[ROUND] < state[TOTAL]:
             index = state[ROUND]
-            this = first + index
             if state[MODE] == DIRECT:
                 if state[STEP] == _TAKE:
                     offset = 0 if is_shared else rank * source_step
@@ -157,14 +181,12 @@ def make_exchange() -> Loop:
                             state, senders, offset, target, target_step, nbytes, is_streamed
                         )
                     stream_fence()
-                    publish(base + DONE, first)
+                    publish(base + DONE, first + LAST_ROUND)
                     state[STEP] = _LINGER
                 if is_sender:
-                    for peer in receivers:
-                        word = state[BASES + peer] + DONE
-                        if peer != rank and not wait(state, address, word, first):
-                            state[AWAITED] = peer
-                            return WAITING
+                    result = wait_until_done(state, address, receivers, first)
+                    if result != FINISHED:
+                        return result
                 if (is_receiver or is_allreduce) and not have_stayed(state, address, senders):
                     return WAITING
                 break
@@ -172,8 +194,9 @@ def make_exchange() -> Loop:
                 ahead = index + 1
                 is_reachable = False
                 if ahead == 0:
-                    if not write_header(state, address, signature):
-                        return WAITING
+                    result = write_header(state, address, signature)
+                    if result != FINISHED:
+                        return result
                     if has_tables:
                         for peer in range(nranks):
                             store_release(base + row + 8 * peer, sent_nbytes[peer])
@@ -190,17 +213,11 @@ def make_exchange() -> Loop:
                                 place = 0 if to_place == 0 else place
                         is_reachable = place != 0
                         publish_places(state, place, to_place)
-                if is_sender and not is_reachable and ahead < state[TOTAL]:
-                    if state[SAFE] < first + ahead - NSLOTS:
-                        for peer in receivers:
-                            word = state[BASES + peer] + DONE
-                            free = first + ahead - NSLOTS
-                            if peer != rank and not wait(state, address, word, free):
-                                state[AWAITED] = peer
-                                return WAITING
-                        state[SAFE] = first + ahead - NSLOTS
-                    slot = base + SLOTS + ((first + ahead) % NSLOTS) * SLOT_NBYTES
-                    done = ahead * piece
+                if is_depositor and not is_reachable and ahead < state[TOTAL]:
+                    result = claim_slot(state, address, ahead, receivers)
+                    if result != FINISHED:
+                        return result
+                    slot, done = slot_of(state, rank, ahead), ahead * piece
                     for peer in range(rank, rank + 1) if is_shared else receivers:
                         length = sent_nbytes[peer] if has_tables else nbytes
                         if length > done and (is_shared or peer != rank):
@@ -211,15 +228,17 @@ def make_exchange() -> Loop:
                             copy(place, at, min(length - done, piece), state[IS_PAST_CACHES])
                     if state[IS_PAST_CACHES]:
                         stream_fence()
-                if ahead == 0 or (is_sender and ahead < state[TOTAL]):
+                if ahead == 0:
+                    publish_header(state)
+                elif is_sender and ahead < state[TOTAL]:
                     publish(base + POSTED, first + ahead)
                 state[STEP] = _TAKE
             if index < 0:
-                result = compare_headers(state, address, signature)
+                result = compare_headers(state, address, compared)
                 if result != FINISHED:
                     return result
-                if has_tables:
-                    for peer in range(nranks):
+                if has_tables and is_receiver:
+                    for peer in senders:
                         to = peer if is_shared else rank
                         if load_acquire(state[BASES + peer] + row + 8 * to) != put_nbytes[peer]:
                             state[AWAITED] = peer
@@ -235,24 +254,25 @@ def make_exchange() -> Loop:
                         continue
                     if nreachable > 0:
                         begin_anew(state, state[TOTAL])
-                        first += 1
-                        row = LENGTHS + 8 * MAX_NRANKS * (state[NCALLS] & 1)
+                        first = first_round(state)
                         continue
                 note_begin(state, address, given)
             elif is_receiver:
-                for peer in senders:
-                    word = state[BASES + peer] + POSTED
-                    if peer != rank and not wait(state, address, word, this):
-                        state[AWAITED] = peer
-                        return WAITING
                 done = index * piece
-                slot = SLOTS + (this % NSLOTS) * SLOT_NBYTES
+                for peer in senders:
+                    length = put_nbytes[peer] if has_tables else nbytes
+                    # The header announced round 0. A rank posts only rounds in which it has data.
+                    if index > 0 and peer != rank and length > done:
+                        word = state[BASES + peer] + POSTED
+                        if not wait(state, address, word, first + index):
+                            state[AWAITED] = peer
+                            return WAITING
                 own = 0 if is_shared else rank * source_step
                 own = source + (sent_from[rank] if has_tables else own) + done
                 if kernel != 0:
                     for peer in range(nranks):
-                        place = slot + (rank - peer - 1) % nranks * portion
-                        kernel_sources[peer] = state[BASES + peer] + place
+                        place = (rank - peer - 1) % nranks * portion
+                        kernel_sources[peer] = slot_of(state, peer, index) + place
                     if not is_shared:
                         kernel_sources[rank] = own
                     length = put_nbytes[rank] if has_tables else nbytes
@@ -260,20 +280,21 @@ def make_exchange() -> Loop:
                     call_kernel(kernel, sources, nranks, target + done, length)
                 else:
                     for peer in senders:
-                        at = state[BASES + peer] + slot + (rank - peer - 1) % nranks * portion
-                        at = own if peer == rank else at
+                        place = (rank - peer - 1) % nranks * portion
+                        at = own if peer == rank else slot_of(state, peer, index) + place
                         length = put_nbytes[peer] if has_tables else nbytes
                         to = target + (put_to[peer] if has_tables else peer * target_step) + done
                         if length > done and at != to:
                             copy(to, at, min(length - done, piece), is_streamed)
-            if index >= 0 and state[TOTAL] > 1:
-                publish(base + DONE, this)
+            if index + 1 == state[TOTAL] and (has_tables or (is_rooted and index > 0)):
+                publish(base + DONE, first + LAST_ROUND)
+            elif index >= 0 and state[TOTAL] > 1 and is_receiver:
+                publish(base + DONE, first + index)
             state[STEP] = _DEPOSIT
             state[ROUND] = index + 1
         stream_fence()
         note_end(state, address, given)
-        state[LAST] = first + state[TOTAL] - 1
-        return FINISHED
+        return finish(state)
 
     return exchange
 

@@ -120,10 +120,19 @@ class CallsDiffer(Exception):
     sent_nbytes, wanted_nbytes : int
         If the signatures are equal: bytes that the other rank sends to this rank, and bytes that
         this rank expects from it; otherwise 0.
+    is_earlier : bool
+        True if this rank has begun further calls after the one that differs.
     """
 
     def __init__(
-        self, index: int, own: int, call: int, sent_nbytes: int = 0, wanted_nbytes: int = 0
+        self,
+        index: int,
+        own: int,
+        call: int,
+        sent_nbytes: int = 0,
+        wanted_nbytes: int = 0,
+        *,
+        is_earlier: bool = False,
     ) -> None:
         super().__init__(index, own, call, sent_nbytes, wanted_nbytes)
         self.index = index
@@ -131,6 +140,7 @@ class CallsDiffer(Exception):
         self.call = call
         self.sent_nbytes = sent_nbytes
         self.wanted_nbytes = wanted_nbytes
+        self.is_earlier = is_earlier
 
 
 class LocalGroup:
@@ -288,12 +298,26 @@ class LocalGroup:
 
     def absent(self) -> list[int]:
         """Return the indices of the ranks that have not posted the current call yet."""
-        first = int(self._memory[layout.LAST]) + 1
+        ncalls = int(self._memory[layout.NCALLS])
         return [
             index
             for index, peer in self._peers.items()
-            if int(peer.words[layout.POSTED // 8]) < first
+            if (int(_header(peer, ncalls)[0]) - (ncalls << layout.ROUND_BITS)) % _WORD >> 63
         ]
+
+    def positions(self) -> dict[int, int]:
+        """Return, by index, how many calls more than this rank each other rank has begun.
+
+        The number is negative for a rank that has begun fewer.
+        """
+        first = int(self._memory[layout.NCALLS]) << layout.ROUND_BITS
+        at, step = layout.HEADERS // 8, layout.LINE_NBYTES // 8
+        found = {}
+        for index, peer in self._peers.items():
+            headers = peer.words[at::step][: layout.NHEADERS].tolist()
+            distances = [(each - first + _WORD // 2) % _WORD - _WORD // 2 for each in headers]
+            found[index] = max(distances) >> layout.ROUND_BITS
+        return found
 
     # Collectives
 
@@ -500,7 +524,32 @@ class LocalGroup:
                 self._place.ranks[self.rank], describe_os_error(exc),
             )  # fmt: skip
 
+    def require_same(self) -> None:
+        """Compare the headers that have been announced and not been compared.
+
+        Raises
+        ------
+        CallsDiffer
+            If another rank made another call.
+        """
+        ncalls, positions = int(self._memory[layout.NCALLS]), self.positions()
+        for index, peer in self._peers.items():
+            last = ncalls + min(0, positions[index])
+            for number in range(self._met(index) + 1, last + 1):
+                own, theirs = (self._signature(each, number) for each in (self._own, peer))
+                if own != theirs:
+                    raise CallsDiffer(index, own, theirs, is_earlier=number < ncalls)
+
     # State
+
+    def _met(self, index: int) -> int:
+        """Return the number of the last call whose header of rank `index` has been compared."""
+        ncalls = int(self._memory[layout.NCALLS])
+        met = int(self._memory[layout.BASES + 2 * self._nranks + index])
+        return ncalls - (((ncalls << layout.ROUND_BITS) - met) % _WORD >> layout.ROUND_BITS)
+
+    def _signature(self, segment: Segment, ncalls: int) -> int:
+        return int(_header(segment, ncalls)[layout.SIGNATURE // 8]) % _WORD
 
     def _make_state(self) -> npt.NDArray[np.int64]:
         state = np.zeros(layout.state_size(self._nranks), np.int64)
@@ -527,18 +576,24 @@ class LocalGroup:
         return kernel
 
     def _differs(self, call: LocalCall, result: int, signature: int) -> CallsDiffer:
-        index = self.awaited
-        row = int(self._memory[layout.NCALLS]) & 1
-        words = (self._own if index == self.rank else self._peers[index]).words
+        index, ncalls = self.awaited, int(self._memory[layout.NCALLS])
+        segment = self._own if index == self.rank else self._peers[index]
         if result == DIFFERS_IN_SIZE:
             assert call.tables is not None
             is_shared = call.words[layout.LOOP_FLAGS] & SHARED
-            at = layout.LENGTHS // 8 + layout.MAX_NRANKS * row
-            sent = int(words[at + (index if is_shared else self.rank)])
+            row = layout.LENGTHS + layout.ROW_NBYTES * (ncalls % layout.NHEADERS)
+            sent = int(segment.words[row // 8 + (index if is_shared else self.rank)])
             wanted = int(call.tables[1, 1, index])
             return CallsDiffer(index, signature, signature, sent, wanted)
-        other = int(words[layout.SIGNATURES // 8 + row]) % _WORD
-        return CallsDiffer(index, signature, other)
+        met = self._met(index)
+        signatures = [self._signature(each, met + 1) for each in (self._own, segment)]
+        return CallsDiffer(index, *signatures, is_earlier=met + 1 < ncalls)
+
+
+def _header(segment: Segment, ncalls: int) -> npt.NDArray[np.int64]:
+    """Return the words of the header of a segment's owner in its call number `ncalls`."""
+    at = layout.HEADERS + layout.LINE_NBYTES * (ncalls % layout.NHEADERS)
+    return segment.words[at // 8 :][: layout.LINE_NBYTES // 8]
 
 
 @functools.cache

@@ -26,40 +26,64 @@ PAGE_NBYTES = 4096
 #: Largest page size of the hosts that Linux runs on, in bytes.
 MOST_PAGE_NBYTES = 1 << 16
 
+# Rounds are numbered within their call. The number of a round is a word with the number of the call
+# in its higher bits and the index in the call in its lower bits. Numbers begin again after 2**64;
+# they are compared by their difference.
+
+#: The lower 32 bits of the numbers of successive rounds must differ, as a futex compares only them:
+#: a header changes by `NHEADERS` calls.
+ROUND_BITS = 26
+#: Distance between the first rounds of two successive calls; no call has as many rounds: they would
+#: move 64 GiB to each of 256 ranks. Index that a rank announces when it has finished a call.
+CALL_STEP = 1 << ROUND_BITS
+LAST_ROUND = CALL_STEP - 1
+
 # Offsets in a segment, in bytes.
 
-#: Last round whose data the owner has put into its stage slot. The header of a call is written
-#: before the word is set to the first round of the call.
+#: Last round, after the first one of its call, whose data the owner has put into its stage slot.
+#: The header of the call announces the first round.
 POSTED = 0
-#: Header of a call, in the line of POSTED, two words each, for calls with even and odd numbers: the
-#: signature of the call, and the number of rounds that the owner needs.
-SIGNATURES, NROUNDS = 16, 32
-#: Part of the header in calls that may use arrays directly: the places of input and output, see
-#: `r2ccl.shm.places`; 0: no place.
-INPUTS, OUTPUTS = 48, 64
 #: Last round for which the owner has announced that it has read the stage slots and that its result
 #: slot is valid. Not all rounds are announced: a rank may skip those that no rank waits for.
-DONE = 2 * LINE_NBYTES
-#: Offset from POSTED, and from DONE, to the number of threads that sleep until this word changes.
-WAITERS = LINE_NBYTES
+DONE = LINE_NBYTES
+#: Offset from POSTED, DONE and a header to the number of threads that sleep until the word changes.
+WAITERS = LINE_NBYTES // 2
 #: 1 + the number of the CPU on which the owner was when it last called `leave_cpu_of_peer` of
 #: `r2ccl.shm.waiting`; 0: not yet.
-CPU = 9 * LINE_NBYTES
+CPU = 2 * LINE_NBYTES
 #: 1 after a call of the owner has raised an error: the owner may change its arrays at any time.
-LEFT = 10 * LINE_NBYTES
+LEFT = 3 * LINE_NBYTES
 #: Mutex that the owner holds as long as it uses the segment: a ``pthread_mutex_t``, of 40 or 48
 #: bytes, and a flag. See `r2ccl.shm.robust_mutex`.
-MUTEX = 11 * LINE_NBYTES
-#: Two rows, for calls with even and odd numbers: bytes that the owner sends to each rank, for
-#: collectives whose parts differ in size.
-LENGTHS = 16 * LINE_NBYTES
+MUTEX = 4 * LINE_NBYTES
+#: Headers of the owner's latest calls, `LINE_NBYTES` each; call c has header ``c % NHEADERS``. The
+#: first word is the number of the first round of the call. It is stored after the other words, and
+#: after the data of this round.
+HEADERS, NHEADERS = 16 * LINE_NBYTES, 16
+#: A rank begins a call only after it has compared the headers of all ranks for the call that is
+#: `NAHEAD` calls earlier. A rank that overwrites a header therefore knows that all ranks have
+#: compared it.
+NAHEAD = NHEADERS // 2
+#: Number of calls whose headers a rank compares at a time, if nothing makes it compare them before;
+#: and largest number of calls with one round that a rank has finished without announcing it.
+BATCH = 4
+#: Further words of a header: packed signature of the call; number of stage slots that the owner's
+#: earlier calls have used.
+SIGNATURE, FIRST_SLOT = 8, 16
+#: Words of a header in calls that may use arrays directly: the places of input and output, see
+#: `r2ccl.shm.places`; 0: no place.
+INPUT, OUTPUT = 32, 40
+#: For each header, a row of bytes that the owner sends to each rank, for collectives whose parts
+#: differ in size.
+LENGTHS = 32 * LINE_NBYTES
 MAX_NRANKS = 256
+ROW_NBYTES = 8 * MAX_NRANKS
 #: Slots of data: `NSLOTS` stage slots, then `NRESULTS` result slots, at least 3. The stage slots
 #: together exceed the second-level cache of a core: reading a line that another core has just
 #: written is slow while both have it in that cache. Measured with caches of 1 MiB and 2 ranks, for
 #: 3 stage slots of 128 KiB and for 8 of 256 KiB: broadcast of 4 MiB 550 and 190 us, allreduce 550
 #: and 350 us.
-SLOTS = 64 * LINE_NBYTES
+SLOTS = LENGTHS + NHEADERS * ROW_NBYTES
 SLOT_NBYTES = 1 << 18
 NSLOTS, NRESULTS = 8, 4
 RESULTS = SLOTS + NSLOTS * SLOT_NBYTES
@@ -69,19 +93,20 @@ SCRATCH_NBYTES = 1 << 13
 #: A multiple of the page size of any host, because the part for messages is mapped separately.
 SEGMENT_NBYTES = (SCRATCH + SCRATCH_NBYTES + MOST_PAGE_NBYTES - 1) & -MOST_PAGE_NBYTES
 
-assert LENGTHS + 2 * 8 * MAX_NRANKS <= SLOTS
+assert HEADERS + NHEADERS * LINE_NBYTES <= PAGE_NBYTES
+assert NHEADERS << ROUND_BITS < 1 << 32
 
 # Indices of the state.
 
 RANK, NRANKS = 0, 1
-#: Last round of the previous call; number of calls begun.
-LAST, NCALLS = 2, 3
+#: Number of calls begun; number of stage slots that the calls before the current one have used.
+NCALLS, NUSED = 2, 3
 #: Last round whose stage slot, as far as this rank knows, no peer will read any more.
 SAFE = 4
 #: Position in the call: index of the current round, from -1, and next step in it; see
 #: `r2ccl.shm.exchange`.
 ROUND, STEP = 5, 6
-#: Number of rounds of the call; equal on all ranks once they have compared the headers.
+#: Number of rounds of the call in which this rank sends or receives data, at least 1.
 TOTAL = 7
 #: Peer that the call waits for, or with which it disagrees.
 AWAITED = 8
@@ -113,15 +138,19 @@ MODE, NREPEATED = 21, 22
 #: the call, in nanoseconds, or 0: do not measure; space for a ``struct timespec``. See
 #: `r2ccl.shm.storing`.
 IS_PAST_CACHES, BEGUN_NS, TIME = 23, 24, 25
-#: Addresses of the segments of all ranks, then one word per rank for the inputs of a kernel.
-BASES = 27
-#: Bytes of a set of 1,024 CPUs; two such sets follow the words for the inputs.
+#: For each stage slot, the number of the round that used it last.
+USES = 27
+#: Addresses of the segments of all ranks; then one word per rank for the inputs of a kernel; then
+#: for each rank the first round of its latest call whose header has been compared; then two sets of
+#: CPUs.
+BASES = USES + NSLOTS
+#: Bytes of a set of 1,024 CPUs.
 CPU_SET_NBYTES = 128
 
 
 def state_size(nranks: int) -> int:
     """Return the number of 64-bit words of the state of one of `nranks` ranks."""
-    return BASES + 2 * nranks + 2 * CPU_SET_NBYTES // 8
+    return BASES + 3 * nranks + 2 * CPU_SET_NBYTES // 8
 
 
 def set_sleep(state: npt.NDArray[np.int64], duration_ns: int) -> None:
@@ -185,7 +214,9 @@ REACHING = 16
 __all__ = [
     "AWAITED",
     "BASES",
+    "BATCH",
     "BEGUN_NS",
+    "CALL_STEP",
     "CHANGED",
     "CPU",
     "CPU_SET_NBYTES",
@@ -195,11 +226,13 @@ __all__ = [
     "DONE",
     "EXCLUSIVE",
     "FINISHED",
+    "FIRST_SLOT",
     "FROM_ROOT",
+    "HEADERS",
     "HOME",
-    "INPUTS",
+    "INPUT",
     "IS_PAST_CACHES",
-    "LAST",
+    "LAST_ROUND",
     "LEFT",
     "LENGTHS",
     "LINE_NBYTES",
@@ -222,14 +255,16 @@ __all__ = [
     "MODE",
     "MOST_PAGE_NBYTES",
     "MUTEX",
+    "NAHEAD",
     "NCALLS",
+    "NHEADERS",
     "NRANKS",
     "NREPEATED",
     "NRESULTS",
-    "NROUNDS",
     "NSLOTS",
     "NSYMMETRIC",
-    "OUTPUTS",
+    "NUSED",
+    "OUTPUT",
     "OWN_SYMMETRIC",
     "PAGE_NBYTES",
     "POSTED",
@@ -237,13 +272,15 @@ __all__ = [
     "REACHING",
     "RESULTS",
     "ROUND",
+    "ROUND_BITS",
+    "ROW_NBYTES",
     "ROW_NWORDS",
     "SAFE",
     "SCRATCH",
     "SCRATCH_NBYTES",
     "SEGMENT_NBYTES",
     "SHARED",
-    "SIGNATURES",
+    "SIGNATURE",
     "SLEEP_NS",
     "SLEEP_S",
     "SLOTS",
@@ -259,6 +296,7 @@ __all__ = [
     "TOTAL",
     "TO_ROOT",
     "UNDECIDED",
+    "USES",
     "WAITERS",
     "WAITING",
     "YIELDS",

@@ -19,28 +19,25 @@ from r2ccl.shm.layout import (
     AWAITED,
     BASES,
     DONE,
-    INPUTS,
-    LAST,
+    INPUT,
     LEFT,
     MODE,
-    NCALLS,
     NRANKS,
     NREPEATED,
     NSYMMETRIC,
-    OUTPUTS,
+    NUSED,
+    OUTPUT,
     OWN_SYMMETRIC,
     RANK,
     ROW_NWORDS,
     STAGED,
     SYMMETRIC,
 )
-from r2ccl.shm.rounds import begin
+from r2ccl.shm.rounds import begin, first_round, header_of
 from r2ccl.shm.waiting import wait
 
 _OFFSET_BITS = 44
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
-#: Number of a round that no call reaches.
-_NEVER = (1 << 63) - 1
 
 
 @inlined
@@ -65,9 +62,9 @@ def place_of(state: Any, start: Any, nbytes: Any) -> Any:
 @inlined
 def publish_places(state: Any, source: Any, target: Any) -> None:
     """Write the places of the input and of the output into this rank's header; 0 means none."""
-    base = state[BASES + state[RANK]] + 8 * (state[NCALLS] & 1)
-    store_release(base + INPUTS, source)
-    store_release(base + OUTPUTS, target)
+    header = header_of(state, state[RANK], first_round(state))
+    store_release(header + INPUT, source)
+    store_release(header + OUTPUT, target)
 
 
 @inlined
@@ -76,7 +73,7 @@ def input_of(state: Any, peer: Any) -> Any:
 
     The header of that rank must have the place of the array.
     """
-    return _address_of(state, peer, INPUTS)
+    return _address_of(state, peer, INPUT)
 
 
 @inlined
@@ -85,13 +82,13 @@ def output_of(state: Any, peer: Any) -> Any:
 
     The header of that rank must have the place of the array.
     """
-    return _address_of(state, peer, OUTPUTS)
+    return _address_of(state, peer, OUTPUT)
 
 
 @inlined
 def has_input(state: Any, peer: Any) -> Any:
     """Return whether the header of rank `peer` has the place of its input."""
-    return load_acquire(state[BASES + peer] + 8 * (state[NCALLS] & 1) + INPUTS) != 0
+    return load_acquire(header_of(state, peer, first_round(state)) + INPUT) != 0
 
 
 @inlined
@@ -106,18 +103,19 @@ def have_stayed(state: Any, address: Any, peers: Any) -> Any:
     for peer in peers:
         if load_acquire(state[BASES + peer] + LEFT) != 0:
             state[AWAITED] = peer
-            wait(state, address, state[BASES + peer] + DONE, _NEVER)
+            word = state[BASES + peer] + DONE
+            wait(state, address, word, load_acquire(word) + 1)
             return False
     return True
 
 
 @inlined
 def begin_anew(state: Any, total: Any) -> None:
-    """End the round in which the headers were compared; begin the call again, through slots.
+    """Begin the call again, through slots; all ranks do so after they have compared the headers.
 
-    `total` is the number of rounds that this rank needs.
+    `total` is the number of rounds in which this rank has data.
     """
-    state[LAST] += 1
+    state[NUSED] += 1  # in the first round, this rank may have used a slot
     state[NREPEATED] += 1
     begin(state, total)
     state[MODE] = STAGED
@@ -125,7 +123,7 @@ def begin_anew(state: Any, total: Any) -> None:
 
 @inlined
 def _address_of(state: Any, peer: Any, offset: Any) -> Any:
-    place = load_acquire(state[BASES + peer] + 8 * (state[NCALLS] & 1) + offset)
+    place = load_acquire(header_of(state, peer, first_round(state)) + offset)
     row = words_at(state[SYMMETRIC] + 8 * state[NRANKS] * ((place >> _OFFSET_BITS) - 1))
     return row[peer] + (place & _OFFSET_MASK)
 

@@ -11,24 +11,33 @@ from r2ccl.shm.atomics import load_acquire, store_release, stream, words_at
 from r2ccl.shm.layout import (
     AWAITED,
     BASES,
+    BATCH,
+    CALL_STEP,
     DIFFERS,
     DONE,
     FINISHED,
-    LAST,
+    FIRST_SLOT,
+    HEADERS,
+    LINE_NBYTES,
+    NAHEAD,
     NCALLS,
+    NHEADERS,
     NRANKS,
-    NROUNDS,
     NSLOTS,
-    POSTED,
+    NUSED,
     RANK,
     ROUND,
+    ROUND_BITS,
     SAFE,
-    SIGNATURES,
+    SIGNATURE,
+    SLOT_NBYTES,
+    SLOTS,
     STEP,
     TOTAL,
+    USES,
     WAITING,
 )
-from r2ccl.shm.waiting import wait
+from r2ccl.shm.waiting import publish, wait
 
 
 @inlined
@@ -67,7 +76,7 @@ def fits(form: Any, source_at: Any, target_at: Any) -> Any:
 
 @inlined
 def begin(state: Any, total: Any) -> None:
-    """Set the state to the beginning of a call for which this rank needs `total` rounds."""
+    """Set the state to the beginning of a call in which this rank has `total` rounds with data."""
     state[ROUND] = -1
     state[STEP] = 0
     state[NCALLS] += 1
@@ -75,46 +84,175 @@ def begin(state: Any, total: Any) -> None:
 
 
 @inlined
-def write_header(state: Any, address: Any, signature: Any) -> Any:
-    """Wait until the first stage slot of the call is free, write the header and return True.
-
-    If the wait for a peer that still reads the slot ends earlier (see `wait`), write nothing and
-    return False; AWAITED is this peer.
-    """
-    oldest = state[LAST] + 1 - NSLOTS
-    if state[SAFE] < oldest:
-        if not wait_for_all(state, address, DONE, oldest):
-            return False
-        state[SAFE] = oldest
-    # This overwrites the header of the call before the previous one. No rank reads it any more,
-    # because all ranks have posted the header of the previous call.
-    base = state[BASES + state[RANK]] + 8 * (state[NCALLS] & 1)
-    store_release(base + SIGNATURES, signature)
-    store_release(base + NROUNDS, state[TOTAL])
-    return True
+def first_round(state: Any) -> Any:
+    """Return the number of the first round of the call that has begun."""
+    return state[NCALLS] << ROUND_BITS
 
 
 @inlined
-def compare_headers(state: Any, address: Any, signature: Any) -> Any:
-    """Wait for the headers of all ranks, and set the number of rounds to the largest in them.
+def finish(state: Any) -> Any:
+    """Count the stage slots of the call, which has finished, and return FINISHED."""
+    state[NUSED] += state[TOTAL]
+    return FINISHED
 
-    Return FINISHED if all signatures are equal, DIFFERS if the signature of the peer AWAITED is not
-    that of this rank, and WAITING if the wait for the header of the peer AWAITED ended earlier (see
-    `wait`).
+
+@inlined
+def announce_earlier_calls(state: Any) -> None:
+    """Announce that this rank has finished the calls before the one that has begun.
+
+    In a call with one round, do nothing if less than `BATCH` calls have not been announced. Call
+    this function at the beginning of each call in which a rank may not wait for all others: such a
+    rank may wait until the others have read the slots of earlier calls, and not every call
+    announces that. With several rounds, this may be the last chance: two ranks that both only send
+    would wait for each other.
     """
-    first = state[LAST] + 1
-    if not wait_for_all(state, address, POSTED, first):
-        return WAITING
-    state[SAFE] = max(
-        state[SAFE], first - 1
-    )  # a rank that begins a call has ended the previous one
-    for peer in range(state[NRANKS]):
-        base = state[BASES + peer] + 8 * (state[NCALLS] & 1)
-        if load_acquire(base + SIGNATURES) != signature:
+    done, last = state[BASES + state[RANK]] + DONE, first_round(state) - 1
+    if last - load_acquire(done) >= (BATCH if state[TOTAL] == 1 else 1) * CALL_STEP:
+        publish(done, last)
+
+
+@inlined
+def header_of(state: Any, peer: Any, first: Any) -> Any:
+    """Return the address of the header of rank `peer` for the call whose first round is `first`."""
+    number = (first >> ROUND_BITS) & (NHEADERS - 1)
+    return state[BASES + peer] + HEADERS + LINE_NBYTES * number
+
+
+@inlined
+def write_header(state: Any, address: Any, signature: Any) -> Any:
+    """Write the header of the call that has begun, except the places of arrays.
+
+    Before, wait for and compare the headers of the call that is `NAHEAD` calls earlier. Return
+    FINISHED, or, without having written, a result of `meet`. The header is not announced yet, see
+    `publish_header`.
+    """
+    rank, first = state[RANK], first_round(state)
+    if state[NCALLS] % BATCH == 0:  # compares enough for the next calls, too
+        until = first - (NAHEAD + 1 - BATCH) * CALL_STEP
+        result = meet_all(state, address, range(state[NRANKS]), until)
+        if result != FINISHED:
+            return result
+    header = header_of(state, rank, first)
+    store_release(header + SIGNATURE, signature)
+    store_release(header + FIRST_SLOT, state[NUSED])
+    return FINISHED
+
+
+@inlined
+def publish_header(state: Any) -> None:
+    """Announce the header of the call, and the data of its first round."""
+    first = first_round(state)
+    publish(header_of(state, state[RANK], first), first)
+
+
+@inlined
+def meet(state: Any, address: Any, peer: Any, number: Any) -> Any:
+    """Wait until rank `peer` has begun the call of the round `number`; compare its headers.
+
+    The headers of all calls up to this one are compared that have not been compared yet. Return
+    FINISHED if the signatures are equal to those of this rank. Otherwise, set AWAITED to `peer` and
+    return DIFFERS, or WAITING if the wait ended earlier (see `wait`).
+    """
+    met = BASES + 2 * state[NRANKS] + peer
+    while number - state[met] >= CALL_STEP:
+        first = state[met] + CALL_STEP
+        theirs, own = header_of(state, peer, first), header_of(state, state[RANK], first)
+        if not wait(state, address, theirs, first):
+            state[AWAITED] = peer
+            return WAITING
+        if load_acquire(theirs + SIGNATURE) != load_acquire(own + SIGNATURE):
             state[AWAITED] = peer
             return DIFFERS
-        state[TOTAL] = max(state[TOTAL], load_acquire(base + NROUNDS))
+        state[met] = first
     return FINISHED
+
+
+@inlined
+def meet_all(state: Any, address: Any, peers: Any, number: Any) -> Any:
+    """Call `meet` for each rank in the range `peers` but this one, until one returns no FINISHED.
+
+    Return the last result.
+    """
+    for peer in peers:
+        if peer != state[RANK]:
+            result = meet(state, address, peer, number)
+            if result != FINISHED:
+                return result
+    return FINISHED
+
+
+@inlined
+def compare_headers(state: Any, address: Any, peers: Any) -> Any:
+    """Wait until all ranks in the range `peers` have begun the call; return a result of `meet`."""
+    first = first_round(state)
+    result = meet_all(state, address, peers, first)
+    if result == FINISHED and peers.stop - peers.start == state[NRANKS]:
+        note_safe(state, first - 1)  # a rank that begins a call has finished the previous one
+    return result
+
+
+@inlined
+def note_safe(state: Any, number: Any) -> None:
+    """Note that no peer reads the stage slots of rounds up to `number` any more."""
+    if number - state[SAFE] > 0:
+        state[SAFE] = number
+
+
+@inlined
+def wait_until_done(state: Any, address: Any, peers: Any, number: Any) -> Any:
+    """Wait until all ranks in the range `peers` have announced the round `number` as done.
+
+    Return FINISHED, or a result of `meet`. DONE of a rank that made another call says nothing, so
+    the headers are compared first.
+    """
+    for peer in peers:
+        if peer != state[RANK]:
+            result = meet(state, address, peer, number)
+            if result != FINISHED:
+                return result
+            if not wait(state, address, state[BASES + peer] + DONE, number):
+                state[AWAITED] = peer
+                return WAITING
+    return FINISHED
+
+
+@inlined
+def claim_slot(state: Any, address: Any, index: Any, readers: Any) -> Any:
+    """Wait until this rank may write the stage slot of round `index` of the call.
+
+    May be called again for the same round. The range `readers` has all ranks that read slots of
+    this rank in this call. Return FINISHED, or a result of `meet`.
+    """
+    first = first_round(state)
+    use = USES + (state[NUSED] + index) % NSLOTS
+    before = state[use]  # the round that used the slot last
+    if before != first + index and before - state[SAFE] > 0:
+        is_earlier = before - first < 0  # the readers in that call may have been others
+        result = wait_until_done(
+            state, address, range(state[NRANKS]) if is_earlier else readers, before
+        )
+        if result != FINISHED:
+            return result
+        least = before + CALL_STEP
+        if is_earlier:
+            for peer in range(state[NRANKS]):
+                done = load_acquire(state[BASES + peer] + DONE)
+                if peer != state[RANK] and done - least < 0:
+                    least = done
+        note_safe(state, least if is_earlier else before)
+    state[use] = first + index
+    return FINISHED
+
+
+@inlined
+def slot_of(state: Any, peer: Any, index: Any) -> Any:
+    """Return the address of the stage slot of rank `peer` in round `index` of the call.
+
+    The rank has begun the call.
+    """
+    header = header_of(state, peer, first_round(state))
+    number = (load_acquire(header + FIRST_SLOT) + index) % NSLOTS
+    return state[BASES + peer] + SLOTS + number * SLOT_NBYTES
 
 
 @inlined
@@ -148,4 +286,20 @@ def copy(target: Any, source: Any, nbytes: Any, is_streamed: Any) -> None:
     copy_bytes(target + end, source + end, nbytes - end)
 
 
-__all__ = ["begin", "compare_headers", "copy", "fits", "wait_for_all", "write_header"]
+__all__ = [
+    "announce_earlier_calls",
+    "begin",
+    "claim_slot",
+    "compare_headers",
+    "copy",
+    "finish",
+    "first_round",
+    "fits",
+    "header_of",
+    "note_safe",
+    "publish_header",
+    "slot_of",
+    "wait_for_all",
+    "wait_until_done",
+    "write_header",
+]

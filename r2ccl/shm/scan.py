@@ -2,7 +2,7 @@
 
 In each round, a rank takes the next piece of the reduction of all ranks below it from the stage
 slot of the rank below, combines it with its own input, and puts the result into its own stage slot.
-A rank puts a piece into its slot, for the rank above, one round before it writes this piece to its
+A rank puts a piece into its slot, for the rank above, one pass before it writes this piece to its
 own output. For each byte of its input, it reads at most three bytes and writes at most two, for any
 number of ranks.
 """
@@ -20,7 +20,7 @@ from r2ccl.shm.layout import (
     DONE,
     EXCLUSIVE,
     FINISHED,
-    LAST,
+    LAST_ROUND,
     LOOP_FLAGS,
     LOOP_FORM,
     LOOP_KERNEL,
@@ -28,19 +28,28 @@ from r2ccl.shm.layout import (
     LOOP_NBYTES,
     LOOP_SIGNATURE,
     NRANKS,
-    NSLOTS,
     POSTED,
     RANK,
     ROUND,
-    SLOT_NBYTES,
-    SLOTS,
     STEP,
     STREAM_NBYTES,
     TOTAL,
     WAITING,
     Loop,
 )
-from r2ccl.shm.rounds import begin, compare_headers, copy, fits, write_header
+from r2ccl.shm.rounds import (
+    announce_earlier_calls,
+    begin,
+    claim_slot,
+    compare_headers,
+    copy,
+    finish,
+    first_round,
+    fits,
+    publish_header,
+    slot_of,
+    write_header,
+)
 from r2ccl.shm.waiting import publish, wait
 
 #: Steps of a round.
@@ -71,56 +80,56 @@ def make_scan() -> Loop:
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         rank, nranks = state[RANK], state[NRANKS]
         is_first, is_last = rank == 0, rank == nranks - 1
-        base = state[BASES + rank]
-        before, after = state[BASES + max(0, rank - 1)], state[BASES + min(rank + 1, nranks - 1)]
+        base, before = state[BASES + rank], max(0, rank - 1)
+        readers = range(rank + 1, min(rank + 2, nranks))
         sources = address + 8 * (BASES + nranks)
         kernel_sources = words_at(sources)
         is_streamed = nbytes >= state[STREAM_NBYTES]
 
-        first = state[LAST] + 1
         if is_resumed == 0:
-            begin(state, 1 + (nbytes + piece - 1) // piece)
-        # The first round of the call only compares the calls: a rank can post no piece before the
-        # rank below has begun the call. The pass of the loop with number `index`, from -1, deposits
-        # round first + 1 + index.
-        while state[ROUND] < state[TOTAL]:
+            begin(state, (nbytes + piece - 1) // piece)
+            announce_earlier_calls(state)
+        first = first_round(state)
+        # The header is announced before any piece: a rank can post none before the rank below has
+        # begun the call. The pass of the loop with number `index`, from -1, deposits piece `index`,
+        # for which POSTED has the number of the next round, and takes piece `index` - 1.
+        while state[ROUND] <= state[TOTAL]:
             index = state[ROUND]
-            this = first + 1 + index
+            posted, word = first + 1 + index, state[BASES + before] + POSTED
             if state[STEP] == _DEPOSIT:
                 if index < 0:
-                    if not write_header(state, address, signature):
+                    result = write_header(state, address, signature)
+                    if result != FINISHED:
+                        return result
+                    publish_header(state)
+                elif index < state[TOTAL] and not is_last:
+                    result = claim_slot(state, address, index, readers)
+                    if result != FINISHED:
+                        return result
+                    if not is_first and not wait(state, address, word, posted):
+                        state[AWAITED] = before
                         return WAITING
-                elif index + 1 < state[TOTAL] and not is_last:
-                    # Only the rank above reads the slot; in the first rounds of a call it is free.
-                    if index >= NSLOTS and not wait(state, address, after + DONE, this - NSLOTS):
-                        state[AWAITED] = rank + 1
-                        return WAITING
-                    if not is_first and not wait(state, address, before + POSTED, this):
-                        state[AWAITED] = rank - 1
-                        return WAITING
-                    done = index * piece
+                    done, slot = index * piece, slot_of(state, rank, index)
                     length = min(nbytes - done, piece)
-                    slot = SLOTS + (this % NSLOTS) * SLOT_NBYTES
                     if is_first:
-                        copy_bytes(base + slot, source + done, length)
+                        copy_bytes(slot, source + done, length)
                     else:
-                        kernel_sources[0], kernel_sources[1] = before + slot, source + done
-                        call_kernel(kernel, sources, 2, base + slot, length)
-                if index + 1 < state[TOTAL]:
-                    publish(base + POSTED, this)
+                        kernel_sources[0] = slot_of(state, before, index)
+                        kernel_sources[1] = source + done
+                        call_kernel(kernel, sources, 2, slot, length)
+                    publish(base + POSTED, posted)
                 state[STEP] = _TAKE
             if index < 0:
-                result = compare_headers(state, address, signature)
+                result = compare_headers(state, address, range(before, rank))
                 if result != FINISHED:
                     return result
             elif index > 0:
-                if not is_first and not wait(state, address, before + POSTED, this - 1):
-                    state[AWAITED] = rank - 1
+                if not is_first and not wait(state, address, word, posted - 1):
+                    state[AWAITED] = before
                     return WAITING
                 done = (index - 1) * piece
                 length = min(nbytes - done, piece)
-                slot = SLOTS + ((this - 1) % NSLOTS) * SLOT_NBYTES
-                at, to = before + slot, target + done
+                at, to = slot_of(state, before, index - 1), target + done
                 if is_first:
                     at = to if is_exclusive else source + done
                 elif is_last and not is_exclusive:
@@ -128,15 +137,16 @@ def make_scan() -> Loop:
                     call_kernel(kernel, sources, 2, to, length)
                     at = to
                 elif not is_exclusive:
-                    at = base + slot
+                    at = slot_of(state, rank, index - 1)
                 if at != to:
                     copy(to, at, length, is_streamed)
-                publish(base + DONE, this - 1)
+                if state[TOTAL] > 1:
+                    is_end = index == state[TOTAL]
+                    publish(base + DONE, first + (LAST_ROUND if is_end else index - 1))
             state[STEP] = _DEPOSIT
             state[ROUND] = index + 1
         stream_fence()
-        state[LAST] = first + state[TOTAL] - 1
-        return FINISHED
+        return finish(state)
 
     return scan
 

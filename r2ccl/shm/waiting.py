@@ -39,8 +39,11 @@ from r2ccl.shm.layout import (
     CPU,
     CPU_SET_NBYTES,
     DONE,
+    HEADERS,
     HOME,
+    LINE_NBYTES,
     MISSES,
+    NHEADERS,
     NRANKS,
     PAGE_NBYTES,
     POSTED,
@@ -104,7 +107,7 @@ def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
     segment = word & -PAGE_NBYTES
     if cpu == home or load_acquire(segment + CPU) != cpu + 1:
         return
-    move_to_cpu(home, address + 8 * (BASES + 2 * state[NRANKS]))
+    move_to_cpu(home, address + 8 * (BASES + 3 * state[NRANKS]))
 
 
 @inlined
@@ -137,7 +140,10 @@ def note_pauses(state: Any, limit: Any, has_sufficed: Any) -> None:
 
 @inlined
 def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
-    """Wait until a word of a peer is at least `value`, and return True.
+    """Wait until a word of a peer has reached `value`, and return True.
+
+    A word has reached a value if it is at least as large, or less than 2**63 beyond it after the
+    numbers have begun again.
 
     Return False if the word has not changed when a sleep ends: after its full length, by a signal,
     by ``wake_all``, or by a wake for a change that this thread had already seen.
@@ -148,32 +154,32 @@ def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
     address : int64
         Address of the state.
     word : int64
-        Address of the word: POSTED or DONE of a segment.
+        Address of the word: POSTED, DONE or a header of a segment.
     value : int64
     """
-    if load_acquire(word) >= value:
+    if load_acquire(word) - value >= 0:
         return True
     limit = number_of_pauses(state, address, word)
     for _ in range(limit):
         pause()
-        if load_acquire(word) >= value:
+        if load_acquire(word) - value >= 0:
             note_pauses(state, limit, True)
             return True
     note_pauses(state, limit, False)
     for _ in range(state[YIELDS]):
         sched_yield()
-        if load_acquire(word) >= value:
+        if load_acquire(word) - value >= 0:
             return True
     while True:
         # A peer that stores the word after this thread has read it sees the count, as `add` here
         # and `fence` in `publish` are sequentially consistent, and wakes this thread.
         add(word + WAITERS, 1)
         seen = load_ordered(word)
-        if seen < value:
+        if seen - value < 0:
             futex_wait(word, seen, address + 8 * SLEEP_S)
         add(word + WAITERS, -1)
         found = load_acquire(word)
-        if found >= value:
+        if found - value >= 0:
             return True
         if found == seen:  # slept for long enough, or was woken for another reason
             return False
@@ -194,6 +200,8 @@ def make_wake_all() -> Callable[[int], int]:
         for peer in range(state[NRANKS]):
             futex_wake(state[BASES + peer] + POSTED)
             futex_wake(state[BASES + peer] + DONE)
+            for number in range(NHEADERS):
+                futex_wake(state[BASES + peer] + HEADERS + LINE_NBYTES * number)
         return 0
 
     return wake_all

@@ -68,6 +68,36 @@ def test_a_repeated_call_sees_changed_arrays() -> None:
     run(programs.repeated, 2)
 
 
+@pytest.mark.parametrize("what", ["broadcast", "reduce", "child broadcast", "child reduce"])
+def test_last_calls_that_differ_are_found_at_the_end(what: str) -> None:
+    for error in run(programs.differ_at_the_end, 2, what):
+        assert re.search(r"^call \d+ differs between ranks: .*broadcast", error), error
+
+
+@pytest.mark.parametrize("what", ["missing", "child missing"])
+def test_a_last_call_that_one_rank_leaves_out_is_found(what: str) -> None:
+    for error in run(programs.differ_at_the_end, 2, what):
+        wanted = r"^rank 1 called close\(\) after call \d+, but rank 0 made call \d+: all ranks"
+        assert re.search(wanted, error), error
+
+
+def test_a_late_receiver_has_made_no_other_call() -> None:
+    assert run(programs.slow_receiver, 3) == [40] * 3
+
+
+@pytest.mark.parametrize("kind", ["list", "arrays", "array"])
+def test_a_repeated_call_sees_changed_places(kind: str) -> None:
+    wanted = [[1.0, 2.0, 2.0, 0.0]] * 5 + [[0.0, 1.0, 2.0, 2.0]] * 3 + [[2.0]]
+    assert run(programs.moved, 2, kind) == [wanted] * 2
+
+
+@pytest.mark.parametrize("what", ["empty", "allreduce", "queued"])
+def test_a_handler_in_a_repeated_call_may_not_call(what: str) -> None:
+    (said, *results), (_, *others) = run(programs.handled, 2, what)
+    assert said == "ConcurrentCalls"
+    assert results == others == [2.0, 2.0 if what == "queued" else 1.0]
+
+
 def test_calls_of_several_forms_are_all_repeated() -> None:
     run(programs.alternated, 2)
 

@@ -20,7 +20,7 @@ from support.stopping import stop_at_random
 from r2ccl import kernels
 from r2ccl.dtypes import CODES, DTYPES, dtype_name
 from r2ccl.shm import group as group_module
-from r2ccl.shm.group import LocalGroup
+from r2ccl.shm.group import CallsDiffer, LocalGroup
 from r2ccl.shm.layout import (
     LOOP_CACHED_NS,
     LOOP_NCALLS,
@@ -294,7 +294,7 @@ def mix_calls(host: Host, ncalls: int, most: int) -> list[str]:
     rng = np.random.default_rng(1)
     wrong = []
     for number in range(ncalls):
-        kind, root = int(rng.integers(7)), int(rng.integers(n))
+        kind, root = int(rng.integers(10)), int(rng.integers(n))
         size = int(most ** rng.uniform(0, 1))
         inputs = [np.full(size, number + rank, np.float32) for rank in range(n)]
         total = np.full(size, sum(number + rank for rank in range(n)), np.float32)
@@ -317,6 +317,30 @@ def mix_calls(host: Host, ncalls: int, most: int) -> list[str]:
         elif kind == 5:
             call(group, Collective.SCAN, inputs[me], out[:size], _F32, size)
             wanted = np.full(size, sum(number + rank for rank in range(me + 1)), np.float32)
+        elif kind == 6:
+            whole = np.concatenate(inputs)
+            call(group, Collective.SCATTER, whole, out[:size], _F32, size * n, root=root)
+            wanted = inputs[me]
+        elif kind in (7, 8):
+            # Rank r has the first (r + 1) / n of its elements. Some of the ranks have many rounds.
+            places = tuple((size * r, size * r + size * (r + 1) // n) for r in range(n))
+            all_parts = places if me == root else ((0, 0),) * n
+            own = tuple((0, size * (me + 1) // n) if r == root else (0, 0) for r in range(n))
+            if kind == 7:
+                call(
+                    group, Collective.GATHERV, inputs[me], out, _F32, 0, root=root,
+                    parts=(own, all_parts),
+                )  # fmt: skip
+                wanted = np.zeros(size * n if me == root else 0, np.float32)
+                for (first, end), each in zip(places, inputs, strict=True):
+                    wanted[first:end] = each[: end - first] if me == root else 0
+            else:
+                whole = np.concatenate(inputs)
+                call(
+                    group, Collective.SCATTERV, whole, out, _F32, 0, root=root,
+                    parts=(all_parts, own),
+                )  # fmt: skip
+                wanted = inputs[me][: size * (me + 1) // n]
         else:
             barrier(group)
             wanted = out
@@ -396,6 +420,112 @@ def differ(host: Host, what: str) -> None:
         size = 4 if what == "count" and host.index else 8
         op = ReduceOp.MAX if what == "op" and host.index else ReduceOp.SUM
         allreduce(group, x[:size], np.zeros(size, np.float32), _F32, op)
+
+
+#: Calls of `go_ahead` with root 0 or n - 1, so that rank 0 only sends.
+AHEAD = {
+    "broadcast": (Collective.BROADCAST, 0),
+    "scatter": (Collective.SCATTER, 0),
+    "scatterv": (Collective.SCATTERV, 0),
+    "reduce": (Collective.REDUCE, -1),
+    "gather": (Collective.GATHER, -1),
+    "gatherv": (Collective.GATHERV, -1),
+    "scan": (Collective.SCAN, None),
+    "exscan": (Collective.EXSCAN, None),
+}
+
+
+def go_ahead(host: Host, name: str, size: int, ncalls: int) -> list[int]:
+    """Rank 0, which only sends, makes all calls before the others begin; return the wrong ones."""
+    which, root = AHEAD[name]
+    group, n, me = host.connect(), host.nranks, host.index
+    root = 0 if root is None else root % n
+    barrier(group)
+    if me:
+        host.exchange(b"x")
+    wrong = []
+    for number in range(ncalls):
+        inputs = [np.full(size * n, 100 * number + rank, np.float32) for rank in range(n)]
+        x, out = inputs[me].copy(), np.zeros(size * n, np.float32)
+        parts = None
+        if which in (Collective.SCATTERV, Collective.GATHERV):
+            places = tuple((size * rank, size * (rank + 1)) for rank in range(n))
+            none = ((0, 0),) * n
+            own = tuple((0, size) if rank == root else (0, 0) for rank in range(n))
+            at_root = places if me == root else none
+            parts = (at_root, own) if which == Collective.SCATTERV else (own, at_root)
+        count = 0 if parts else size * n
+        source = x[:size] if which == Collective.GATHER else x
+        target = out[:size] if which == Collective.SCATTER else out
+        call(group, which, source, target, _F32, count, root=root, parts=parts)
+        x[:] = -1  # the call does not use its input any more
+        is_receiver = root == 0 or me == root
+        wanted = np.zeros(size * n, np.float32)
+        if which == Collective.BROADCAST:
+            wanted = inputs[0]
+        elif which in (Collective.SCATTER, Collective.SCATTERV):
+            wanted[:size] = 100 * number
+        elif which in (Collective.SCAN, Collective.EXSCAN):
+            nadded = me + (which == Collective.SCAN)
+            wanted[:] = sum(100 * number + rank for rank in range(nadded))
+        elif is_receiver and which == Collective.REDUCE:
+            wanted[:] = sum(100 * number + rank for rank in range(n))
+        elif is_receiver:
+            wanted[:] = np.repeat([100 * number + rank for rank in range(n)], size)
+        if out.tobytes() != wanted.tobytes():
+            wrong.append(number)
+    if not me:
+        host.exchange(b"x")
+    barrier(group)
+    group.close()
+    return wrong
+
+
+def differ_at_the_end(host: Host) -> list[int]:
+    """Each rank only sends, in its last call, so none waits; return the counts that differ."""
+    group, x = host.connect(), np.ones(8 + host.index, np.float32)
+    barrier(group)
+    call(group, Collective.BROADCAST, x, x, _F32, x.size, root=host.index)
+    host.exchange(b"x")
+    try:
+        group.require_same()
+    except CallsDiffer as exc:
+        return [CallSignature.unpack(each).count for each in (exc.own, exc.call)]
+    return []
+
+
+def many_rounds_after_few(host: Host, before: str) -> bool:
+    """Gather parts of eight rounds after a call with one; return whether the result is right."""
+    group, n, me = host.connect(), host.nranks, host.index
+    size = 8 * SLOT_NBYTES // 4
+    x, out, few = np.full(size, me, np.float32), np.zeros(n * size, np.float32), np.ones(16)
+    if before == "barrier":
+        barrier(group)
+    else:
+        which = Collective[before]
+        call(group, which, few, np.zeros(16 * n), CODES[few.dtype], 16 * n)
+    sent = ((0, size), *((0, 0),) * (n - 1))
+    put = tuple((size * rank, size * (rank + 1)) for rank in range(n))
+    none = ((0, 0),) * n
+    parts = (sent, put if me == 0 else none)
+    call(group, Collective.GATHERV, x, out, _F32, 0, root=0, parts=parts)
+    barrier(group)
+    group.close()
+    return bool(me or (out == np.repeat(np.arange(n), size)).all())
+
+
+def differ_ahead(host: Host) -> list[int]:
+    """Rank 0 broadcasts other data than the others expect, and goes on; return the calls."""
+    group, x = host.connect(), np.ones(8, np.float32)
+    try:
+        for number in range(3):
+            size = 4 if host.index and number == 1 else 8
+            call(group, Collective.BROADCAST, x[:size], x[:size], _F32, size)
+        barrier(group)
+    except CallsDiffer as exc:
+        counts = [CallSignature.unpack(each).count for each in (exc.own, exc.call)]
+        return [number, exc.is_earlier, *counts]
+    return []
 
 
 def finish_and_leave(host: Host) -> str:

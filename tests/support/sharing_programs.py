@@ -281,30 +281,127 @@ def repeated_parts(comm: r2ccl.Communicator) -> None:
 
 
 def repeated_differently(what: str) -> str:
-    """Repeat a call, on the last rank with one difference; return the error."""
-    with r2ccl.init() as comm:
-        n, x, counts = comm.nranks, np.ones(8 * comm.nranks), [8] * comm.nranks
-        whole = counts.copy()
-        for at in range(
-            5
-        ):  # a rank whose own parts are right finds the difference in the next call
-            is_other = at == 3 and comm.rank == n - 1
-            if is_other:
-                counts[0], counts[1] = 7, 9
-                x = x[: 7 * n] if what == "size" else x
-            root = n - 1 if is_other and what == "root" else 0
-            try:
+    """Repeat a call, on the last rank with one difference; return the error.
+
+    A rank that does not wait for the others, such as the root of a broadcast, raises the error in a
+    later call, or as the communicator closes.
+    """
+    number = 0
+    try:
+        with r2ccl.init() as comm:
+            n, x, counts = comm.nranks, np.ones(8 * comm.nranks), [8] * comm.nranks
+            whole = counts.copy()
+            for number in range(5):
+                is_other = number == 3 and comm.rank == n - 1
+                if is_other:
+                    counts[0], counts[1] = 7, 9
+                    x = x[: 7 * n] if what == "size" else x
+                root = n - 1 if is_other and what == "root" else 0
                 if what == "counts":
                     comm.reduce_scatterv(x, np.empty(counts[comm.rank]), counts=counts)
                 elif what == "sizes":
                     comm.alltoallv(x, np.empty(sum(counts)), sendcounts=whole, recvcounts=counts)
                 else:
                     comm.broadcast(x, root=root)
-            except r2ccl.InvalidArgument as exc:
-                if at < 3:
-                    raise
-                return str(exc)
+    except r2ccl.InvalidArgument as exc:
+        if number < 3:
+            raise
+        return str(exc)
     return "it ran"
+
+
+def handled(what: str) -> tuple[str, float, float]:
+    """Make a call in a signal handler that interrupts a repeated call of rank 0; return its error.
+
+    Return the results of the interrupted call, and of an asynchronous one that a thread has queued
+    if `what` is ``"queued"``.
+    """
+    said = ""
+    with r2ccl.init() as comm:
+        x, out, y = np.ones(100), np.zeros(100), np.ones(3)
+
+        def handle(*_: object) -> None:
+            nonlocal said
+            try:
+                comm.empty(10, np.float32) if what == "empty" else comm.allreduce(x)
+            except Exception as exc:
+                said = type(exc).__name__
+
+        for _ in range(5):
+            comm.allreduce(x, out)
+        signal.signal(signal.SIGALRM, handle)
+        works: list[Any] = []
+
+        def queue() -> None:
+            works.append(comm.allreduce(y, async_op=True))
+
+        thread = threading.Timer(0.1, queue)
+        if comm.rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            if what == "queued":
+                thread.start()
+        else:
+            time.sleep(0.6)
+        comm.allreduce(x, out)
+        if what == "queued":
+            thread.join() if comm.rank == 0 else queue()
+            works[0].wait()
+        return said, float(out[0]), float(y[0])
+
+
+def moved(kind: str) -> list[list[float]]:
+    """Repeat an allgatherv, then change its places in the same list; return the outputs."""
+    with r2ccl.init() as comm:
+        counts, places = {
+            "list": ([1, 2], [0, 1]),
+            "arrays": ([np.array(1), np.array(2)], [np.array(0), np.array(1)]),
+            "array": (np.array([1, 2]), np.array([0, 1])),
+        }[kind]
+        x, found = np.full(comm.rank + 1, comm.rank + 1.0), []
+        for number in range(8):
+            if number == 5:
+                for rank in range(comm.nranks):
+                    places[rank] += 1
+            out = np.zeros(4)
+            comm.allgatherv(x, out, counts=counts, displs=places)
+            found.append(out.tolist())
+        try:
+            comm.allgatherv(x, out, counts=[1.0, 2.0], displs=[0, 1])
+        except r2ccl.InvalidArgument:
+            found.append([float(comm.allreduce(np.ones(1))[0])])
+        return found
+
+
+def differ_at_the_end(what: str) -> str:
+    """Make a last call in which each rank only sends; return the error of `close`."""
+    try:
+        with r2ccl.init() as parent:
+            comm = parent.dup() if what.startswith("child") else parent
+            comm.allreduce(np.ones(3))
+            if what.endswith("reduce") and comm.rank:
+                comm.reduce(np.ones(3), root=0)
+            elif what.endswith("missing"):
+                for _ in range(4 - comm.rank):
+                    comm.broadcast(np.ones(3))
+            else:
+                comm.broadcast(np.ones(3), root=comm.rank)
+            if what == "child reduce":
+                parent.barrier()
+                comm.close()
+    except r2ccl.InvalidArgument as exc:
+        return str(exc)
+    return "no error"
+
+
+def slow_receiver() -> int:
+    """Let one rank be late while the root of broadcasts goes ahead; return the number of calls."""
+    with r2ccl.init(suspicion_timeout_s=0.1) as comm:
+        for number in range(40):
+            if comm.rank == 2 and number == 20:
+                time.sleep(1.0)
+            comm.broadcast(np.ones(8))
+        comm.barrier()
+        return number + 1
 
 
 def obstructed(what: str, rank: int) -> tuple[bool, float]:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import values
+from support.local_programs import AHEAD
 from support.local_ranks import run_ranks
 from support.slow import slow_but
 
@@ -21,6 +22,7 @@ from r2ccl.errors import TransportError
 from r2ccl.shm import group as group_module
 from r2ccl.shm import passing
 from r2ccl.shm.group import LocalGroup
+from r2ccl.shm.layout import BATCH
 from r2ccl.shm.storing import LEAST_NBYTES
 from r2ccl.shm.symmetric import SymmetricMemory
 from r2ccl.types import CallSignature, Collective, ReduceOp
@@ -108,6 +110,34 @@ def test_memory_does_not_grow(ncalls):
 
 def test_stopped_rank_is_waited_for():
     assert _run(3, "stop", 1.0) == [["value", float(1 << 20)]] * 3
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_a_rank_that_only_sends_does_not_wait(name):
+    assert _run(3, "go_ahead", name, 16, BATCH) == [["value", []]] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("broadcast", 70_000), ("scatterv", 70_000), ("gatherv", 70_000), ("scan", 50_000)],
+)
+def test_a_rank_does_not_wait_with_several_rounds(name, size):
+    assert _run(2, "go_ahead", name, size, 1) == [["value", []]] * 2
+
+
+def test_a_rank_that_goes_ahead_finds_different_calls_later():
+    first, *others = _run(3, "differ_ahead")
+    assert first == ["value", [2, True, 8, 4]]
+    assert others == [["value", [1, False, 4, 8]]] * 2
+
+
+def test_calls_that_differ_at_the_end_are_found():
+    assert _run(2, "differ_at_the_end") == [["value", [8, 9]], ["value", [9, 8]]]
+
+
+@pytest.mark.parametrize("before", ["barrier", "GATHER"])
+def test_senders_of_many_rounds_do_not_wait_for_each_other(before):
+    assert _run(3, "many_rounds_after_few", before) == [["value", True]] * 3
 
 
 @pytest.mark.parametrize("what", ["collective", "count", "op"])

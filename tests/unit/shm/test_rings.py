@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.ringpairs import joined
 
-from r2ccl.shm.layout import SLEEP_NS
+from r2ccl.shm.layout import SLEEP_NS, WAITERS
 from r2ccl.shm.message_layout import (
     FRAME,
     FRAME_NBYTES,
@@ -138,7 +138,7 @@ def test_a_frame_and_a_wake_end_a_wait():
         for act, event in ((lambda: _put(sender, 1, 5), FRAME), (receiver.wake, IDLE)):
             thread = threading.Thread(target=wait)
             thread.start()
-            while not receiver._own.messages[128:136].any():
+            while not receiver._own.messages[WAITERS:][:8].any():
                 time.sleep(0.001)
             act()
             thread.join()
