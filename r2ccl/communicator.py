@@ -330,9 +330,8 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
         as for `allgather`; each rank receives all parts but its own.
         """
-        layout = arguments.layout_of(counts, displs, self.nranks)
-        given = (x, out, layout, self.rank, self.nranks)
-        return self._collectives.start(stream, async_op, arguments.allgatherv, *given)
+        rank, n, make = self.rank, self.nranks, arguments.allgatherv
+        return self._collectives.start(stream, async_op, make, x, out, counts, displs, rank, n)
 
     @overload
     def reduce_scatter(self, x: N, out: N | None = ..., op: Op = ..., **kw: Unpack[Now]) -> N: ...
@@ -415,9 +414,8 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
         as for `reduce_scatter`; each rank sends all parts but its own.
         """
-        sizes, _ = arguments.layout_of(counts, None, self.nranks)
-        given = (x, out, op, sizes, self.rank, self.nranks)
-        return self._collectives.start(stream, async_op, arguments.reduce_scatterv, *given)
+        rank, n, make = self.rank, self.nranks, arguments.reduce_scatterv
+        return self._collectives.start(stream, async_op, make, x, out, op, counts, rank, n)
 
     @overload
     def broadcast(self, x: A, out: A | None = ..., root: int = ..., **kw: Unpack[Now]) -> A: ...
@@ -491,8 +489,8 @@ class Communicator:
         as for `broadcast`, in the opposite direction. Over the network, ranks other than `root`
         need memory of the size of `x` for partial sums, which is reused across calls.
         """
-        given = (x, out, op, arguments.rank_of(root, self.nranks), self.rank)
-        return self._collectives.start(stream, async_op, arguments.reduce, *given)
+        root, make = arguments.rank_of(root, self.nranks), arguments.reduce
+        return self._collectives.start(stream, async_op, make, x, out, op, root, self.rank)
 
     @overload
     def gather(self, x: N, out: N | None = ..., root: int = ..., **kw: Unpack[Now]) -> N | None: ...
@@ -523,8 +521,8 @@ class Communicator:
         message from every other rank to the root; about log2(n) messages one after another over a
         binomial tree if all data fits one eager slice.
         """
-        given = (x, out, arguments.rank_of(root, self.nranks), self.rank, self.nranks)
-        return self._collectives.start(stream, async_op, arguments.gather, *given)
+        root, n, make = arguments.rank_of(root, self.nranks), self.nranks, arguments.gather
+        return self._collectives.start(stream, async_op, make, x, out, root, self.rank, n)
 
     @overload
     def gatherv(
@@ -576,11 +574,10 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
         message from every other rank to the root.
         """
-        root, n = arguments.rank_of(root, self.nranks), self.nranks
-        layout = arguments.layout_of(counts, displs, n) if self.rank == root else None
-        return self._collectives.start(
-            stream, async_op, arguments.gatherv, x, out, root, layout, self.rank, n
-        )
+        root, rank, n = arguments.rank_of(root, self.nranks), self.rank, self.nranks
+        sizes = (counts, displs) if rank == root else (None, None)
+        start, make = self._collectives.start, arguments.gatherv
+        return start(stream, async_op, make, x, out, root, *sizes, rank, n)
 
     @overload
     def scatter(
@@ -613,8 +610,8 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
         as for `gather`, in the opposite direction.
         """
-        given = (x, out, arguments.rank_of(root, self.nranks), self.rank, self.nranks)
-        return self._collectives.start(stream, async_op, arguments.scatter, *given)
+        root, n, make = arguments.rank_of(root, self.nranks), self.nranks, arguments.scatter
+        return self._collectives.start(stream, async_op, make, x, out, root, self.rank, n)
 
     @overload
     def scatterv(
@@ -665,11 +662,10 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
         message from the root to every other rank.
         """
-        root, n = arguments.rank_of(root, self.nranks), self.nranks
-        layout = arguments.layout_of(counts, displs, n) if self.rank == root else None
-        return self._collectives.start(
-            stream, async_op, arguments.scatterv, x, out, root, layout, self.rank, n
-        )
+        root, rank, n = arguments.rank_of(root, self.nranks), self.rank, self.nranks
+        sizes = (counts, displs) if rank == root else (None, None)
+        start, make = self._collectives.start, arguments.scatterv
+        return start(stream, async_op, make, x, out, root, *sizes, rank, n)
 
     @overload
     def alltoall(self, x: N, out: N | None = ..., **kw: Unpack[Now]) -> N: ...
@@ -755,11 +751,9 @@ class Communicator:
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
         message to every other rank, also for empty parts. No rank learns the counts of other pairs.
         """
-        sent = arguments.layout_of(sendcounts, senddispls, self.nranks, "send")
-        received = arguments.layout_of(recvcounts, recvdispls, self.nranks, "recv")
-        return self._collectives.start(
-            stream, async_op, arguments.alltoallv, x, out, sent, received, self.rank
-        )
+        sizes = (sendcounts, senddispls, recvcounts, recvdispls)
+        given = (x, out, *sizes, self.rank, self.nranks)
+        return self._collectives.start(stream, async_op, arguments.alltoallv, *given)
 
     @overload
     def scan(self, x: A, out: A | None = ..., op: Op = ..., **kw: Unpack[Now]) -> A: ...

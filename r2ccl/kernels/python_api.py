@@ -53,6 +53,104 @@ def tuple_item(typing_context: Any, items: Any, index: Any) -> Any:
 
 
 @intrinsic
+def tuple_size(typing_context: Any, items: Any) -> Any:
+    """Return the number of items of the tuple `items`."""
+    return types.int64(types.int64), _calling("PyTuple_Size")
+
+
+@intrinsic
+def list_size(typing_context: Any, items: Any) -> Any:
+    """Return the number of items of the list `items`."""
+    return types.int64(types.int64), _calling("PyList_Size")
+
+
+@intrinsic
+def list_item(typing_context: Any, items: Any, index: Any) -> Any:
+    """Return ``items[index]`` of the list `items`; the index must be valid."""
+    return types.int64(types.int64, types.int64), _calling("PyList_GetItem")
+
+
+@intrinsic
+def dict_item(typing_context: Any, items: Any, key: Any) -> Any:
+    """Return ``items[key]`` of the dict `items`, or 0 if there is no such item."""
+    return types.int64(types.int64, types.int64), _calling("PyDict_GetItem")
+
+
+@intrinsic
+def owner_of(typing_context: Any, function: Any) -> Any:
+    """Return the owner of a function of `r2ccl.kernels.native.method_of`."""
+    return types.int64(types.int64), _calling("PyCFunction_GetSelf")
+
+
+@intrinsic
+def attribute(typing_context: Any, instance: Any, name: Any) -> Any:
+    """Return a new reference to an attribute; 0 if there is none, and an exception is set."""
+    return types.int64(types.int64, types.int64), _calling("PyObject_GetAttr")
+
+
+@inlined
+def has_value(instance: Any, name: Any, value: Any) -> Any:
+    """Return whether the attribute `name` of `instance`, which must exist, is the object `value`.
+
+    Another object must hold the value of the attribute.
+    """
+    found = attribute(instance, name)
+    drop_reference(found)
+    return found == value
+
+
+@intrinsic
+def set_attribute(typing_context: Any, instance: Any, name: Any, value: Any) -> Any:
+    """Set an attribute whose class does not intercept this."""
+    kind = types.int64(types.int64, types.int64, types.int64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = ir.FunctionType(_I32, [_I64] * 3)
+        setter = cgutils.get_or_insert_function(builder.module, function, "PyObject_SetAttr")
+        return builder.sext(builder.call(setter, args), _I64)
+
+    return kind, generate
+
+
+@intrinsic
+def thread_ident(typing_context: Any) -> Any:
+    """Return ``threading.get_ident()``."""
+    return types.int64(), _calling("PyThread_get_thread_ident")
+
+
+@inlined
+def take_exception(at: Any) -> None:
+    """Clear the exception that is set; store its type, value and traceback in three words at `at`.
+
+    The words own the references; the last one may be 0.
+    """
+    _fetch(at, at + 8, at + 16)
+    _normalize(at, at + 8, at + 16)
+
+
+@inlined
+def raise_again(at: Any) -> None:
+    """Set the exception that `take_exception` has stored at `at`; give up the references there."""
+    words = pointer(at, types.int64)
+    _restore(words[0], words[1], words[2])
+
+
+@intrinsic
+def _fetch(typing_context: Any, kind: Any, value: Any, trace: Any) -> Any:
+    return types.int64(*[types.int64] * 3), _calling("PyErr_Fetch", has_result=False)
+
+
+@intrinsic
+def _normalize(typing_context: Any, kind: Any, value: Any, trace: Any) -> Any:
+    return types.int64(*[types.int64] * 3), _calling("PyErr_NormalizeException", has_result=False)
+
+
+@intrinsic
+def _restore(typing_context: Any, kind: Any, value: Any, trace: Any) -> Any:
+    return types.int64(*[types.int64] * 3), _calling("PyErr_Restore", has_result=False)
+
+
+@intrinsic
 def new_reference(typing_context: Any, instance: Any) -> Any:
     """Return a new reference to `instance`."""
     return types.int64(types.int64), _calling("Py_NewRef")
@@ -119,12 +217,23 @@ def _call(builder: Any, name: str, arguments: list[Any], *, has_result: bool = T
 
 __all__ = [
     "are_equal",
+    "attribute",
     "call_with",
     "data_at",
+    "dict_item",
     "drop_reference",
+    "has_value",
+    "list_item",
+    "list_size",
     "new_reference",
+    "owner_of",
+    "raise_again",
     "restore_thread",
     "save_thread",
+    "set_attribute",
+    "take_exception",
+    "thread_ident",
     "tuple_item",
+    "tuple_size",
     "type_of",
 ]

@@ -9,7 +9,7 @@ of `Communicator` with the same name.
 
 Invariant: the arrays of every `Request` are valid and fit together, and its operation exists. Other
 arrays and operations raise `InvalidArgument`, before any data moves. These functions leave three
-checks to others: the caller checks root and counts (`rank_of`, `layout_of`), `check_op` or planning
+checks to others: the caller checks the root (`rank_of`), `check_op` or planning
 checks that the dtype supports a `ReduceOp`, and `PlanCache` checks the ops of the schedule.
 """
 
@@ -183,8 +183,9 @@ def reduce_scatter(x: Any, out: Any, op: Operation, rank: int, nranks: int) -> R
     return request if number is op else _with_operation(request, op)
 
 
-def allgatherv(x: Any, out: Any, layout: Layout, rank: int, nranks: int) -> Request:
+def allgatherv(x: Any, out: Any, counts: Any, displs: Any, rank: int, nranks: int) -> Request:
     """Validate the arguments of `Communicator.allgatherv`; return the call as a `Request`."""
+    layout = layout_of(counts, displs, nranks)
     sizes, places = layout[0], _places(layout)
     source = view(x, writable=False)
     result = like_flat(x, _end(places)) if out is None else out
@@ -210,9 +211,10 @@ def allgatherv(x: Any, out: Any, layout: Layout, rank: int, nranks: int) -> Requ
 
 
 def reduce_scatterv(
-    x: Any, out: Any, op: Operation, sizes: tuple[int, ...], rank: int, nranks: int
+    x: Any, out: Any, op: Operation, counts: Any, rank: int, nranks: int
 ) -> Request:
     """Validate the arguments of `Communicator.reduce_scatterv`; return the call as a `Request`."""
+    sizes, _ = layout_of(counts, None, nranks)
     result = like_flat(x, sizes[rank]) if out is None else out
     source = view(x, writable=False)
     if source.count != sum(sizes):
@@ -240,15 +242,17 @@ def gather(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
     return _gather(Collective.GATHER, source, out, root, rank, consecutive(sizes))
 
 
-def gatherv(x: Any, out: Any, root: int, layout: Layout | None, rank: int, nranks: int) -> Request:
+def gatherv(
+    x: Any, out: Any, root: int, counts: Any, displs: Any, rank: int, nranks: int
+) -> Request:
     """Validate the arguments of `Communicator.gatherv`; return the call as a `Request`.
 
-    `layout` is None on all ranks but the root.
+    Only the root uses `counts` and `displs`.
     """
     source = view(x, writable=False)
     places: tuple[Range, ...] = ((0, 0),) * nranks
-    if layout is not None:
-        places = _places(layout)
+    if rank == root:
+        places = _places(layout_of(counts, displs, nranks))
         out = like_flat(x, _end(places)) if out is None else out
     return _gather(Collective.GATHERV, source, out, root, rank, places)
 
@@ -264,13 +268,16 @@ def scatter(x: Any, out: Any, root: int, rank: int, nranks: int) -> Request:
     return _scatter(Collective.SCATTER, source, result, root, rank, places)
 
 
-def scatterv(x: Any, out: Any, root: int, layout: Layout | None, rank: int, nranks: int) -> Request:
+def scatterv(
+    x: Any, out: Any, root: int, counts: Any, displs: Any, rank: int, nranks: int
+) -> Request:
     """Validate the arguments of `Communicator.scatterv`; return the call as a `Request`.
 
-    `layout` is None on all ranks but the root.
+    Only the root uses `counts` and `displs`.
     """
-    if layout is None:
+    if rank != root:
         return _scatter(Collective.SCATTERV, None, out, root, rank, ((0, 0),) * nranks)
+    layout = layout_of(counts, displs, nranks)
     source = view(x, writable=False)
     places = _places(layout)
     _require_room("x", source, places, is_disjoint=False)
@@ -291,8 +298,19 @@ def alltoall(x: Any, out: Any, rank: int, nranks: int) -> Request:
     return Request(call, source, output, result, parts=parts, is_in_place=is_same, is_staged=True)
 
 
-def alltoallv(x: Any, out: Any, sent_layout: Layout, received_layout: Layout, rank: int) -> Request:
+def alltoallv(
+    x: Any,
+    out: Any,
+    sendcounts: Any,
+    senddispls: Any,
+    recvcounts: Any,
+    recvdispls: Any,
+    rank: int,
+    nranks: int,
+) -> Request:
     """Validate the arguments of `Communicator.alltoallv`; return the call as a `Request`."""
+    sent_layout = layout_of(sendcounts, senddispls, nranks, "send")
+    received_layout = layout_of(recvcounts, recvdispls, nranks, "recv")
     source = view(x, writable=False)
     sent, received = sent_layout[0], received_layout[0]
     if sent[rank] != received[rank]:
@@ -503,6 +521,8 @@ def rank_of(value: SupportsIndex, nranks: int, name: str = "root", *, is_any: bo
     InvalidArgument
         If `value` is neither an integer from 0 to ``nranks - 1`` nor an allowed `ANY`.
     """
+    if type(value) is int and 0 <= value < nranks:
+        return value
     rank = integer_of(value)
     if rank is None or not (0 <= rank < nranks or (is_any and rank == ANY)):
         more = " or r2ccl.ANY_SOURCE" * is_any
@@ -730,7 +750,11 @@ def _refuse_unused(out: Any) -> None:
 _NO_DATA = view(np.empty(0, np.uint8), writable=False)
 _BARRIER = CallSignature(Collective.BARRIER, _NO_DATA.dtype_code, ReduceOp.SUM, 0)
 
+#: Functions whose arguments contain counts and displacements.
+WITH_COUNTS = frozenset((allgatherv, reduce_scatterv, gatherv, scatterv, alltoallv))
+
 __all__ = [
+    "WITH_COUNTS",
     "Layout",
     "Memory",
     "Operation",

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from threading import Lock, RLock
+from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,7 +43,9 @@ from r2ccl.runtime.executor import HostLanes
 from r2ccl.runtime.grouping import Group
 from r2ccl.runtime.host_collectives import HostCollectives
 from r2ccl.runtime.messages.messenger import MessageRequest
-from r2ccl.runtime.repeats import Make
+from r2ccl.runtime.repeats import Make, plain_of
+from r2ccl.runtime.turn import Turn
+from r2ccl.shm.repeat import start_of
 from r2ccl.types import ORDERED_OP, CallSignature, Collective, ReduceOp
 
 Array = npt.NDArray[Any]
@@ -52,6 +55,8 @@ StartOnDevice = Callable[[Request, Any, bool], Any]
 
 _log = logging.getLogger(__name__)
 
+#: Compiled code that starts calls relies on the GIL.
+_HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 _T = TypeVar("_T")
 _UINT8 = CODES[np.dtype(np.uint8)]
 
@@ -67,11 +72,8 @@ class Collectives:
         Runs calls on host memory.
     worker : Worker
         Runs asynchronous calls.
-    turn : RLock
-        Held while a collective runs, from its first copy to its last; shared with the worker.
-        Re-entrant, because only a re-entrant lock can tell whether this thread holds it. Ctrl-C may
-        come just as a thread acquires the lock, so the lock is acquired within the ``try`` that
-        releases it.
+    turn : Turn
+        Shared with the worker.
     start_on_device : callable
         A `StartOnDevice`.
     """
@@ -83,7 +85,7 @@ class Collectives:
         host: HostCollectives,
         *,
         worker: Worker,
-        turn: RLock,
+        turn: Turn,
         start_on_device: StartOnDevice,
     ) -> None:
         self._engine = engine
@@ -94,12 +96,12 @@ class Collectives:
         self._start_on_device = start_on_device
         #: Held while a call on device memory is started.
         self._starting = Lock()
-        #: True while a blocking call holds the turn.
-        self._is_running = False
         #: Creates the error that refused calls raise; None while calls are accepted.
         self._refusal: Callable[[], R2cclError] | None = None
         #: Open groups of calls, each of one thread.
         self._groups: list[Group] = []
+        #: Starts a call, see `_start`; compiled once a call in shared memory has been remembered.
+        self.start: Callable[..., Any] = self._start
 
     # State, for the communicator
 
@@ -120,7 +122,7 @@ class Collectives:
     @property
     def is_blocking(self) -> bool:
         """True if a blocking collective runs in any thread, and no asynchronous one is pending."""
-        return self._worker.is_idle and self._is_running
+        return self._worker.is_idle and self._turn.is_taken
 
     @property
     def is_below(self) -> bool:
@@ -129,7 +131,7 @@ class Collectives:
         True also in a function of `user_op` that a collective calls. False if the interrupted
         collective waits for the worker, which runs it.
         """
-        return self._turn._is_owned()  # type: ignore[attr-defined, no-any-return]
+        return self._turn.is_mine
 
     def require_free(self) -> None:
         """Check that the caller may wait for other ranks.
@@ -160,7 +162,7 @@ class Collectives:
 
     # Calls
 
-    def start(self, stream: Any, is_async: bool, make: Make, x: Any, out: Any, *rest: Any) -> Any:
+    def _start(self, stream: Any, is_async: bool, make: Make, x: Any, out: Any, *rest: Any) -> Any:
         """Validate a call; then run it, queue it for the worker, or add it to the open group.
 
         Parameters
@@ -172,7 +174,7 @@ class Collectives:
         make : callable
             Function of `r2ccl.runtime.arguments` that makes the request.
         x, out, *rest : object
-            Arguments of `make`. The objects in `rest` are immutable.
+            Arguments of `make`.
 
         Returns
         -------
@@ -200,18 +202,22 @@ class Collectives:
             self.require_seen()
         if self._groups and (group := self.group_here()) is not None:
             return self._add_to(group, make(x, out, *rest), stream, is_async, out is None)
+        if make in arguments.WITH_COUNTS:
+            rest = plain_of(rest)
         try:
             host = self._host
             repeats = host.repeats
             is_plain = stream is None and not is_async
             if is_plain and make in repeats.last and worker.is_idle:
-                if self._is_running:
-                    raise self._concurrent()
                 is_mine, turn = False, self._turn
+                if turn.is_running or turn.is_repeating:
+                    raise self._concurrent()
                 try:
-                    if not turn.acquire(False):
+                    if not turn.lock.acquire(False):
                         raise self._concurrent()
-                    self._is_running = is_mine = True
+                    turn.is_running = is_mine = True
+                    if turn.is_repeating:
+                        raise self._concurrent()
                     try:
                         # Only with the turn: the memory that the function uses may be freed before.
                         result = repeats.last.get(make, _miss)(x, out, rest)
@@ -223,9 +229,9 @@ class Collectives:
                         raise
                 finally:
                     if is_mine:
-                        self._is_running = False
+                        turn.is_running = False
                     try:  # noqa: SIM105 - as in `_run`
-                        turn.release()
+                        turn.lock.release()
                     except RuntimeError:  # not acquired
                         pass
                 if result is not NotImplemented:
@@ -238,13 +244,15 @@ class Collectives:
                     self._check(request)
                     self.in_turn(partial(host.run, request))
                     return request.result
-                if self._is_running:
-                    raise self._concurrent()
                 is_mine, turn = False, self._turn
+                if turn.is_running or turn.is_repeating:
+                    raise self._concurrent()
                 try:
-                    if not turn.acquire(False):
+                    if not turn.lock.acquire(False):
                         raise self._concurrent()
-                    self._is_running = is_mine = True
+                    turn.is_running = is_mine = True
+                    if turn.is_repeating:
+                        raise self._concurrent()
                     output, local = request.output, host.local
                     if local is not None:
                         call = None if request.conversion else local.run(request)
@@ -252,6 +260,7 @@ class Collectives:
                             host.run(request)
                         else:
                             local.remember(make, x, out, rest, request, call)
+                            self._compile_start()
                     elif request.is_staged or host.two_level or type(output) is not Buffer:
                         host.run(request)
                         host.remember(make, x, out, rest, request)
@@ -264,9 +273,9 @@ class Collectives:
                     return request.result
                 finally:
                     if is_mine:
-                        self._is_running = False
+                        turn.is_running = False
                     try:  # noqa: SIM105 - as in `_run`
-                        turn.release()
+                        turn.lock.release()
                     except RuntimeError:  # not acquired
                         pass
             self._check(request)
@@ -277,14 +286,46 @@ class Collectives:
             if is_async:
                 return self._submit(request, convert)
             self.in_turn(partial(host.run, request))
-        except (InvalidArgument, ScheduleError, ConcurrentCalls):
-            raise
         except BaseException as exc:
-            # A refused call has not begun, so no rank waits for it.
-            if not (self.is_closed and isinstance(exc, CommunicatorRevoked)):
-                self._engine.fail_call(exc)
+            self._note_failure(exc)
             raise
         return request.result if convert is None else convert(request.result)
+
+    def _compile_start(self) -> None:
+        """Let compiled code start calls from now on, if one that it can run has been remembered."""
+        last = self._host.repeats.last
+        if self.start != self._start or not last or not _HAS_GIL:
+            return
+        worker, turn = self._worker, self._turn
+        self.start = start_of(
+            self._start,
+            self._note_failed_repetition,
+            last,
+            turn,
+            self._groups,
+            [
+                (self, "_refusal", None),
+                (turn, "is_running", False),
+                (worker, "failed", None),
+                (worker, "is_idle", True),
+            ],
+        )
+
+    def _note_failed_repetition(self, make: Make, x: Any, out: Any, error: BaseException) -> None:
+        """Do what `_start` does after the error of a repeated call; compiled code has the turn."""
+        try:
+            if self._host.local is not None:
+                self._host.local.leave(make, x, out)
+        finally:
+            self._note_failure(error)
+
+    def _note_failure(self, error: BaseException) -> None:
+        """End the communicator after the error of a call, unless the call has not begun."""
+        if isinstance(error, (InvalidArgument, ScheduleError, ConcurrentCalls)):
+            return
+        # A refused call has not begun, so no rank waits for it.
+        if not (self.is_closed and isinstance(error, CommunicatorRevoked)):
+            self._engine.fail_call(error)
 
     def joint(self, fn: Callable[[], _T]) -> _T:
         """Return ``fn()``; Ctrl-C ends the job's communicators: other ranks wait for this rank."""
@@ -444,16 +485,18 @@ class Collectives:
         """
         is_mine, turn = False, self._turn
         try:
-            if turn.acquire(timeout=timeout_s):
-                self._is_running = is_mine = True
-                fn()
-            return is_mine
+            if turn.lock.acquire(timeout=timeout_s):
+                turn.is_running = is_mine = True
+                if turn.await_return(timeout_s):
+                    fn()
+                    return True
+            return False
         finally:
             if is_mine:
-                self._is_running = False
+                turn.is_running = False
             # Ctrl-C raises when a call returns, so no other call may come before the release.
             try:  # noqa: SIM105
-                turn.release()
+                turn.lock.release()
             except RuntimeError:  # not acquired
                 pass
 
@@ -602,8 +645,8 @@ class LoggedCollectives(Collectives):
     that calls need no check of the level.
     """
 
-    def start(self, stream: Any, is_async: bool, make: Make, x: Any, out: Any, *rest: Any) -> Any:
-        """Log the call; see `Collectives.start`."""
+    def _start(self, stream: Any, is_async: bool, make: Make, x: Any, out: Any, *rest: Any) -> Any:
+        """Log the call; see `Collectives._start`."""
         given = out if x is None else x
         form = [str(getattr(given, name)) for name in ("dtype", "shape") if hasattr(given, name)]
         what = "" if given is None else f" of {' '.join([type(given).__name__, *form])}"
@@ -611,7 +654,10 @@ class LoggedCollectives(Collectives):
             "rank %d: %s%s%s", self._engine.rank_in_job, make.__name__, what,
             ", asynchronous" * is_async,
         )  # fmt: skip
-        return super().start(stream, is_async, make, x, out, *rest)
+        return super()._start(stream, is_async, make, x, out, *rest)
+
+    def _compile_start(self) -> None:
+        """Do nothing: compiled code would log no call."""
 
 
 def collectives_class() -> type[Collectives]:

@@ -213,7 +213,7 @@ class LocalCalls:
         """
         if _is_copied(request) or _is_placed(request):
             return
-        repeat_of = partial(self._group.repeat_of, call, rest=rest, proceed=self._proceed)
+        repeat_of = partial(self._group.repeat_of, call, proceed=self._proceed)
         self.repeats.remember(make, x, out, rest, request, call, repeat_of)
         if self._has_ended:  # in another thread meanwhile
             self.repeats.forget()

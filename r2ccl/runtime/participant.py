@@ -30,6 +30,7 @@ from r2ccl.runtime.executor import LandingPool
 from r2ccl.runtime.host_collectives import HostCollectives
 from r2ccl.runtime.local import MOST_GROUPS
 from r2ccl.runtime.status import HealthReport
+from r2ccl.runtime.turn import Turn
 from r2ccl.types import Nic
 
 _log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class Participant:
             engine.rank, engine.nranks, fabric, engine.config, place=place, checked=checked
         )
         self.closing = threading.RLock()
-        turn = threading.RLock()
+        turn = Turn()
         self.worker = Worker(f"r2ccl-worker-{engine.rank}", turn, engine.fail_call)
         self.on_host = HostCollectives(engine, self.plans, pool)
         self.collectives = collectives_class()(

@@ -8,6 +8,7 @@ sizes and dtypes of its arrays, how they overlap, and the other arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from operator import index
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +32,9 @@ Make = Callable[..., Request]
 class RepeatOf(Protocol):
     """Function that makes a `Repeat`; see `r2ccl.shm.repeat.repeat_of` for the parameters."""
 
-    def __call__(self, x: Array, out: Array, *, uses_input: bool, role: Role) -> Repeat:
+    def __call__(
+        self, x: Array, out: Array, *, rest: tuple[Any, ...], uses_input: bool, role: Role
+    ) -> Repeat:
         """Return a function that runs a call again on arrays of the form of `x` and `out`."""
         ...
 
@@ -72,8 +75,9 @@ class Repeats:
         """Remember the call `prepared`, so that ``last[make]`` can run it again.
 
         ``make(x, out, *rest)`` made `request`. The call is remembered only if it used the arrays
-        themselves (C-contiguous arrays of NumPy or torch, no copies) and the first of `rest` has a
-        type in `_FIXED`. If the call allocated its output, that must be an array of NumPy.
+        themselves (C-contiguous arrays of NumPy or torch, no copies) and `rest` consists of
+        `_SCALARS` and of lists and tuples of exact integers. If the call allocated its output, that
+        must be an array of NumPy. Lists in `rest` may be changed afterwards.
         """
         source, output, result = request.source, request.output, request.result
         uses_input, uses_output = source.owner is x, output is not None
@@ -81,11 +85,11 @@ class Repeats:
         target = array_of(result) if uses_output else _NOTHING
         is_plain = type(array) is type(target) is np.ndarray and array.flags.c_contiguous
         is_new = uses_output and out is None and result is not x
-        if not is_plain or type(rest[0]) not in _FIXED:
+        if not is_plain or not all(map(_is_plain, rest)):
             return
         if is_new and result is not target:
             return
-        key = _key(make, x, array if uses_input else x, out, rest[0])
+        key = _key(make, x, array if uses_input else x, out, rest)
         found, form = self._by_key.get(key), _form(array, target)
         if found is not None and found[0] is prepared and found[2] == form:
             self.last[make] = found[1]
@@ -93,7 +97,7 @@ class Repeats:
         role = Role.NONE
         if uses_output:
             role = Role.ARRAY if is_new or out is not None else Role.INPUT
-        repeat = repeat_of(array, target, uses_input=uses_input, role=role)
+        repeat = repeat_of(array, target, rest=_copied(rest), uses_input=uses_input, role=role)
         if is_new:
             repeat = _with_new_output(repeat, array, target)
         if len(self._by_key) >= self._most:
@@ -109,7 +113,7 @@ class Repeats:
         remembered call has this form or it cannot be run again now. Errors: as the call.
         """
         array, target = array_of(x), array_of(out)
-        found = self._by_key.get(_key(make, x, array, out, rest[0]))
+        found = self._by_key.get(_key(make, x, array, out, rest))
         if found is None:
             return NotImplemented
         repeat = found[1]
@@ -178,7 +182,9 @@ class NetworkRepeats(Repeats):
 
         engine = self._engine
 
-        def repeat_of(x: Array, out: Array, *, uses_input: bool, role: Role) -> Repeat:
+        def repeat_of(
+            x: Array, out: Array, *, rest: tuple[Any, ...], uses_input: bool, role: Role
+        ) -> Repeat:
             def proceed(source: Array, target: Array, result: int) -> None:
                 output = target if role is Role.ARRAY else None
                 call = self._memory_of(make(source, output, *rest))
@@ -205,15 +211,50 @@ class NetworkRepeats(Repeats):
         self._met.clear()
 
 
-def _key(make: Make, x: Any, array: Any, out: Any, first: Any) -> Hashable:
+def _key(make: Make, x: Any, array: Any, out: Any, rest: tuple[Any, ...]) -> Hashable:
     """Return the key of a call: the same for calls of the same form, and rarely for others.
 
-    `array` is a view of the input `x`, and `first` the first argument after the output.
+    `array` is a view of the input `x`, and `rest` has the arguments after the output.
     """
     form = (array.shape, array.dtype.num) if type(array) is np.ndarray else None
     # Ranks that receive only, as in a scatter, have no input.
     shape = out.shape if type(out) is np.ndarray else out is None
-    return make, type(x), form, shape, first if type(first) in _FIXED else None
+    if not _SCALARS.issuperset(map(type, rest)):
+        rest = tuple(map(_hashable, rest))
+    return make, type(x), form, shape, rest
+
+
+def _hashable(value: Any) -> Hashable:
+    if not _is_plain(value):
+        return None
+    return (list, *value) if type(value) is list else value
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind in _SCALARS or (kind in _SEQUENCES and _INTEGERS.issuperset(map(type, value)))
+
+
+def plain_of(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments `rest` of a call, with sequences of integers of any type as tuples.
+
+    Lists and tuples of exact integers, and what is no sequence of integers, stay what they are.
+    """
+    return rest if all(map(_is_plain, rest)) else tuple(map(_as_plain, rest))
+
+
+def _as_plain(value: Any) -> Any:
+    if _is_plain(value):
+        return value
+    try:
+        return tuple(map(index, value))
+    except TypeError:
+        return value
+
+
+def _copied(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return `rest` with copies of the lists in it."""
+    return tuple(each.copy() if type(each) is list else each for each in rest)
 
 
 def _form(array: Array, target: Array) -> bytes:
@@ -256,7 +297,8 @@ def _with_new_output(repeat: Repeat, x: Array, out: Array) -> Repeat:
 #: Maximum number of calls over the network that are remembered: each keeps the tables of its plan.
 _NPROGRAMS = 64
 _NOTHING = np.empty(0, np.uint8)
-#: Types of the first argument after the arrays, for calls that can be repeated.
-_FIXED = (int, tuple, ReduceOp)
+#: Types of the arguments after the arrays, besides lists and tuples, of calls that can be repeated.
+_SCALARS = frozenset((bool, int, type(None), ReduceOp))
+_SEQUENCES, _INTEGERS = (list, tuple), frozenset((int,))
 
-__all__ = ["Make", "NetworkRepeats", "Repeats", "array_of"]
+__all__ = ["Make", "NetworkRepeats", "Repeats", "array_of", "plain_of"]

@@ -1,22 +1,27 @@
-"""Repetition of a call by one compiled function, which Python calls.
+"""Repetition of a call by compiled functions, which Python calls.
 
 The call is a collective, in shared memory or over TCP, or an exchange of messages over TCP. The
-function compares its arguments with those of an earlier call, runs the compiled loop of the call
-and returns the result. In Python, these steps would take longer than a small call itself.
+function that `repeat_of` makes compares its arguments with those of one earlier call, runs the
+compiled loop of the call and returns the result. The function that `start_of` makes finds the
+earlier call among those in shared memory that are remembered, and takes the turn to run it. In
+Python, these steps would take longer than a small call itself.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import Any, TypeAlias
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from r2ccl.kernels.arrays import data_of
 from r2ccl.kernels.native import method_of
 
 _REPEAT = "r2ccl.shm.repeat_loop:make_repeat"
+_START = "r2ccl.shm.repeat_loop:make_start"
 
 Array: TypeAlias = npt.NDArray[Any]
 #: ``repeat(x, out, rest)`` runs a call again with an input, an output or None, and a tuple of all
@@ -30,13 +35,26 @@ Repeat: TypeAlias = Callable[[Any, Any, tuple[Any, ...]], Any]
 LOOP, STATE, CALL = 0, 1, 2
 #: A `Role` of the output; 1 if this rank uses the input, otherwise 0.
 OUTPUT, USES_INPUT = 3, 4
-#: Addresses of objects: the other arguments of the call, the type of the first of them (None: there
-#: are none), the function that continues a call, an array without elements, the type of arrays,
-#: NotImplemented, None.
-REST, KIND, PROCEED, NOTHING, ARRAY_TYPE, MISSED, NONE = 5, 6, 7, 8, 9, 10, 11
+#: Addresses of objects: the other arguments of the call, the function that continues a call, an
+#: array without elements, the type of arrays, NotImplemented, None.
+REST, PROCEED, NOTHING, ARRAY_TYPE, MISSED, NONE = 5, 6, 7, 8, 9, 10
+#: Addresses of the types of integers, lists and tuples.
+INT_TYPE, LIST_TYPE, TUPLE_TYPE = 11, 12, 13
 #: Result of the loop, if it is not FINISHED; then input and output, the arguments of PROCEED.
-RESULT, ARGUMENTS = 12, 13
-_NWORDS = 15
+RESULT, ARGUMENTS = 14, 15
+_NWORDS = 17
+
+# Indices of the words of `start_of`, beside NONE: addresses of objects.
+
+SLOW, FAILED, TURN, REPEATING, AWAITED, WAKE, GROUPS, LAST = 0, 1, 2, 3, 4, 5, 6, 7
+FUNCTION_TYPE, FALSE, TRUE = 8, 9, 11
+#: Address of the word for the thread that has the turn.
+HOLDER = 12
+#: Arguments of FAILED: the function that makes the request, input, output, error. Type, value and
+#: traceback of this error.
+FAILURE, ERROR_TYPE, ERROR = 13, 17, 18
+#: Number of conditions; then three words for each: object, name of its attribute, its value.
+NCONDITIONS, CONDITIONS = 20, 21
 
 _EMPTY = np.empty(0, np.uint8)
 
@@ -47,6 +65,21 @@ class Role(enum.IntEnum):
     NONE = 0
     INPUT = 1
     ARRAY = 2
+
+
+class CompiledTurn(Protocol):
+    """Turn to run calls, which compiled code takes; see `r2ccl.runtime.turn.Turn`."""
+
+    #: True while compiled code has the turn.
+    is_repeating: bool
+    #: If True, compiled code calls `wake` once it has returned the turn.
+    is_awaited: bool
+    #: One word, in which compiled code stores the thread that takes the turn.
+    holder: npt.NDArray[np.int64]
+
+    def wake(self) -> None:
+        """Wake the threads that wait for the turn."""
+        ...
 
 
 def repeat_of(
@@ -71,8 +104,9 @@ def repeat_of(
         address of a form (`r2ccl.shm.arrays.form_of`): for arrays of another form, the loop returns
         CHANGED.
     rest : tuple
-        Arguments of the call besides the arrays: numbers, tuples or None. The arguments of a
-        repetition must be equal to these, and the first one must also have the same type.
+        Arguments of the call besides the arrays: integers, None, or lists or tuples of exact
+        integers. The arguments of a repetition, and their items, must be equal to these and have
+        the same types.
     uses_input : bool
         False: the input of a repetition is ignored, and need not be an array.
     output : Role
@@ -101,12 +135,14 @@ def repeat_of(
 
     objects = {
         REST: rest,
-        KIND: type(rest[0]) if rest else None,
         PROCEED: proceed_with,
         NOTHING: _EMPTY,
         ARRAY_TYPE: np.ndarray,
         MISSED: NotImplemented,
         NONE: None,
+        INT_TYPE: int,
+        LIST_TYPE: list,
+        TUPLE_TYPE: tuple,
     }
     numbers = {
         LOOP: loop,
@@ -120,8 +156,61 @@ def repeat_of(
     return method_of(_REPEAT, (words, kept, rest, proceed_with))
 
 
+def start_of(
+    start: Callable[..., Any],
+    failed: Callable[..., None],
+    last: dict[Any, Repeat],
+    turn: CompiledTurn,
+    groups: list[Any],
+    conditions: Sequence[tuple[object, str, object]],
+) -> Callable[..., Any]:
+    """Return a compiled function that does the same as `start`, sooner if a call is repeated.
+
+    Parameters
+    ----------
+    start : callable
+        ``start(stream, is_async, make, x, out, *rest)`` runs a call.
+    failed : callable
+        ``failed(make, x, out, error)`` is called before a repeated call raises `error`.
+    last : dict of callable to Repeat
+        By ``make``: the function of `repeat_of` that is tried instead of `start`.
+    turn : CompiledTurn
+        If `is_repeating` is True, `start` is called.
+    groups : list
+        If it has items, `start` is called.
+    conditions : sequence of (object, str, object)
+        Objects, names of their attributes, and objects: if an attribute is another object, `start`
+        is called.
+
+    Raises
+    ------
+    ImportError, TransportError
+        As `r2ccl.kernels.native.method_of`.
+    """
+    objects = {
+        SLOW: start,
+        FAILED: failed,
+        TURN: turn,
+        REPEATING: sys.intern("is_repeating"),
+        AWAITED: sys.intern("is_awaited"),
+        WAKE: turn.wake,
+        GROUPS: groups,
+        LAST: last,
+        FUNCTION_TYPE: type(len),
+        FALSE: False,
+        TRUE: True,
+        NONE: None,
+    }
+    listed = [part for each, name, value in conditions for part in (each, sys.intern(name), value)]
+    words = np.zeros(CONDITIONS + len(listed), np.int64)
+    words[list(objects)] = [id(each) for each in objects.values()]
+    words[HOLDER], words[NCONDITIONS] = data_of(turn.holder), len(conditions)
+    words[CONDITIONS:] = [id(part) for part in listed]
+    return method_of(_START, (words, tuple(objects.values()), tuple(listed)))
+
+
 def preload_repeat() -> None:
-    """Load the compiled function; compile it if this host has none yet.
+    """Load the compiled functions; compile them if this host has none yet.
 
     Raises
     ------
@@ -129,25 +218,47 @@ def preload_repeat() -> None:
         As `r2ccl.kernels.native.method_of`.
     """
     method_of(_REPEAT, ())
+    method_of(_START, ())
 
 
 __all__ = [
     "ARGUMENTS",
     "ARRAY_TYPE",
+    "AWAITED",
     "CALL",
-    "KIND",
+    "CONDITIONS",
+    "ERROR",
+    "ERROR_TYPE",
+    "FAILED",
+    "FAILURE",
+    "FALSE",
+    "FUNCTION_TYPE",
+    "GROUPS",
+    "HOLDER",
+    "INT_TYPE",
+    "LAST",
+    "LIST_TYPE",
     "LOOP",
     "MISSED",
+    "NCONDITIONS",
     "NONE",
     "NOTHING",
     "OUTPUT",
     "PROCEED",
+    "REPEATING",
     "REST",
     "RESULT",
+    "SLOW",
     "STATE",
+    "TRUE",
+    "TUPLE_TYPE",
+    "TURN",
     "USES_INPUT",
+    "WAKE",
+    "CompiledTurn",
     "Repeat",
     "Role",
     "preload_repeat",
     "repeat_of",
+    "start_of",
 ]

@@ -6,15 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 from r2ccl.kernels.arrays import DATA
+from r2ccl.kernels.compiling import inlined
 from r2ccl.kernels.python_api import (
     are_equal,
     call_with,
     data_at,
+    dict_item,
     drop_reference,
+    has_value,
+    list_item,
+    list_size,
     new_reference,
+    owner_of,
+    raise_again,
     restore_thread,
     save_thread,
+    set_attribute,
+    take_exception,
+    thread_ident,
     tuple_item,
+    tuple_size,
     type_of,
 )
 from r2ccl.shm.atomics import call_loop, words_at
@@ -22,22 +33,107 @@ from r2ccl.shm.layout import CHANGED, FINISHED
 from r2ccl.shm.repeat import (
     ARGUMENTS,
     ARRAY_TYPE,
+    AWAITED,
     CALL,
-    KIND,
+    CONDITIONS,
+    ERROR,
+    ERROR_TYPE,
+    FAILED,
+    FAILURE,
+    FALSE,
+    FUNCTION_TYPE,
+    GROUPS,
+    HOLDER,
+    INT_TYPE,
+    LAST,
+    LIST_TYPE,
     LOOP,
     MISSED,
+    NCONDITIONS,
     NONE,
     NOTHING,
     OUTPUT,
     PROCEED,
+    REPEATING,
     REST,
     RESULT,
+    SLOW,
     STATE,
+    TRUE,
+    TUPLE_TYPE,
+    TURN,
     USES_INPUT,
+    WAKE,
     Role,
 )
 
 _NO_OUTPUT, _IS_INPUT = int(Role.NONE), int(Role.INPUT)
+# Arguments of `start`: index of the function that makes the request, and of the input, which the
+# output follows; number of arguments up to the output.
+_MAKE, _X, _NBEFORE = 2, 3, 5
+
+
+@inlined
+def is_same(words: Any, given: Any, stored: Any) -> Any:
+    """Return whether an argument has the type and the value of that of the remembered call.
+
+    No code of Python runs: the items of `stored`, if it is a list or a tuple, are exact integers.
+    """
+    kind = type_of(stored)
+    if type_of(given) != kind:
+        return False
+    if kind == words[LIST_TYPE]:
+        size = list_size(stored)
+        if list_size(given) != size:
+            return False
+        for number in range(size):
+            item = list_item(given, number)
+            if type_of(item) != words[INT_TYPE] or not are_equal(item, list_item(stored, number)):
+                return False
+        return True
+    if kind == words[TUPLE_TYPE]:
+        size = tuple_size(stored)
+        if tuple_size(given) != size:
+            return False
+        for number in range(size):
+            item = tuple_item(given, number)
+            if type_of(item) != words[INT_TYPE] or not are_equal(item, tuple_item(stored, number)):
+                return False
+        return True
+    return are_equal(given, stored) != 0
+
+
+@inlined
+def arrays_of(words: Any, source: Any, target: Any) -> Any:
+    """Return the input, the output and the result of a repetition with the given arrays.
+
+    Each is the address of an object. The result is 0 if the arrays do not fit.
+    """
+    result = 0
+    if words[USES_INPUT] == 0:
+        source = words[NOTHING]
+    elif type_of(source) != words[ARRAY_TYPE]:
+        return source, target, result
+    has_output = target != words[NONE]
+    if has_output and (words[OUTPUT] == _IS_INPUT or type_of(target) != words[ARRAY_TYPE]):
+        return source, target, result
+    if words[OUTPUT] == _NO_OUTPUT:
+        target, result = words[NOTHING], words[NONE]
+    elif words[OUTPUT] == _IS_INPUT:
+        target = source
+        result = source
+    elif has_output:
+        result = target
+    return source, target, result
+
+
+@inlined
+def run(words: Any, source: Any, target: Any) -> Any:
+    """Run the loop of a repetition without the GIL, and return its result."""
+    thread = save_thread()
+    found = call_loop(words[LOOP], words[STATE], source + DATA, target + DATA, words[CALL])
+    restore_thread(thread)
+    return found
 
 
 def make_repeat() -> Callable[[int, int, int], int]:
@@ -56,31 +152,16 @@ def make_repeat() -> Callable[[int, int, int], int]:
         missed = words[MISSED]
         if nargs != 3:
             return new_reference(missed)
-        source, target, rest = given[0], given[1], given[2]
-        if words[KIND] != words[NONE] and type_of(tuple_item(rest, 0)) != words[KIND]:
+        rest, nrest = given[2], tuple_size(words[REST])
+        if tuple_size(rest) != nrest:
             return new_reference(missed)
-        if not are_equal(rest, words[REST]):
+        for number in range(nrest):
+            if not is_same(words, tuple_item(rest, number), tuple_item(words[REST], number)):
+                return new_reference(missed)
+        source, target, result = arrays_of(words, given[0], given[1])
+        if result == 0:
             return new_reference(missed)
-        if words[USES_INPUT] == 0:
-            source = words[NOTHING]
-        elif type_of(source) != words[ARRAY_TYPE]:
-            return new_reference(missed)
-        has_output = target != words[NONE]
-        if has_output and (words[OUTPUT] == _IS_INPUT or type_of(target) != words[ARRAY_TYPE]):
-            return new_reference(missed)
-        if words[OUTPUT] == _NO_OUTPUT:
-            target, result = words[NOTHING], words[NONE]
-        elif words[OUTPUT] == _IS_INPUT:
-            target = source
-            result = source
-        elif has_output:
-            result = target
-        else:
-            return new_reference(missed)
-
-        thread = save_thread()
-        found = call_loop(words[LOOP], words[STATE], source + DATA, target + DATA, words[CALL])
-        restore_thread(thread)
+        found = run(words, source, target)
         if found == CHANGED:
             return new_reference(missed)
         if found != FINISHED:
@@ -95,4 +176,82 @@ def make_repeat() -> Callable[[int, int, int], int]:
     return repeat
 
 
-__all__ = ["make_repeat"]
+def make_start() -> Callable[[int, int, int], int]:
+    """Return the function ``start``, which `r2ccl.kernels.native` compiles.
+
+    Returns
+    -------
+    callable
+        ``start(owner, args, nargs)``, with the calling convention of `method_of`. The first item of
+        `owner`, a tuple, is the array of words that `r2ccl.shm.repeat.start_of` makes. The
+        arguments are those of `r2ccl.runtime.collectives.Collectives.start`.
+    """
+
+    def start(owner: Any, args: Any, nargs: Any) -> Any:
+        own = data_at(tuple_item(owner, 0))
+        words, given, nrest = words_at(own), words_at(args), nargs - _NBEFORE
+        if nrest < 1 or given[0] != words[NONE] or given[1] != words[FALSE]:
+            return call_with(words[SLOW], args, nargs)
+        repeat = dict_item(words[LAST], given[_MAKE])
+        if repeat == 0 or type_of(repeat) != words[FUNCTION_TYPE]:
+            return call_with(words[SLOW], args, nargs)
+        at = data_at(tuple_item(owner_of(repeat), 0))
+        call = words_at(at)
+        is_fit = tuple_size(call[REST]) == nrest
+        for number in range(nrest):
+            if is_fit:
+                stored = tuple_item(call[REST], number)
+                is_fit = is_same(call, given[_NBEFORE + number], stored)
+        source, target, result = arrays_of(call, given[_X], given[_X + 1])
+        is_fit = is_fit and result != 0 and list_size(words[GROUPS]) == 0
+        for number in range(words[NCONDITIONS]):
+            if is_fit:
+                each = CONDITIONS + 3 * number
+                is_fit = has_value(words[each], words[each + 1], words[each + 2])
+        if not is_fit or not has_value(words[TURN], words[REPEATING], words[FALSE]):
+            return call_with(words[SLOW], args, nargs)
+        # Up to here, no code of Python and no other thread can have run.
+        words_at(words[HOLDER])[0] = thread_ident()
+        set_attribute(words[TURN], words[REPEATING], words[TRUE])
+        new_reference(repeat)  # another thread may forget the call
+        new_reference(result)
+        found = run(call, source, target)
+        has_failed = False
+        if found != FINISHED and found != CHANGED:
+            call[RESULT] = found
+            call[ARGUMENTS], call[ARGUMENTS + 1] = source, target
+            done = call_with(call[PROCEED], at + 8 * ARGUMENTS, 2)
+            has_failed = done == 0
+            drop_reference(done)
+        if not has_failed:
+            set_attribute(words[TURN], words[REPEATING], words[FALSE])
+            if not has_value(words[TURN], words[AWAITED], words[FALSE]):
+                woken = call_with(words[WAKE], args, 0)
+                has_failed = woken == 0  # Ctrl-C
+                drop_reference(woken)
+        drop_reference(repeat)
+        if has_failed:
+            take_exception(own + 8 * ERROR_TYPE)
+            for number in range(3):
+                words[FAILURE + number] = given[_MAKE + number]
+            words[FAILURE + 3] = words[ERROR]
+            done = call_with(words[FAILED], own + 8 * FAILURE, 4)
+            if done == 0:  # such as Ctrl-C; this exception is raised instead
+                for number in range(3):
+                    drop_reference(words[ERROR_TYPE + number])
+                take_exception(own + 8 * ERROR_TYPE)
+            drop_reference(done)
+            # Threads that wait for the turn look at it from time to time.
+            set_attribute(words[TURN], words[REPEATING], words[FALSE])
+            drop_reference(result)
+            raise_again(own + 8 * ERROR_TYPE)
+            return 0
+        if found == CHANGED:
+            drop_reference(result)
+            return call_with(words[SLOW], args, nargs)
+        return result
+
+    return start
+
+
+__all__ = ["make_repeat", "make_start"]

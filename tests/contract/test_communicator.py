@@ -323,8 +323,11 @@ def test_a_rank_lost_in_init_leaves_nothing_to_shrink() -> None:
         assert "shrink" not in text
 
 
-def test_control_c_ends_a_blocked_call() -> None:
-    first, second = launch(partial(failure_programs.interrupted, 0), 2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("shm", ["0", "1"])
+@pytest.mark.parametrize("ncalls", [0, 5])
+def test_control_c_ends_a_blocked_call(ncalls: int, shm: str) -> None:
+    run = partial(failure_programs.interrupted, 0, ncalls, shm)
+    first, second = launch(run, 2, timeout_s=TIMEOUT_S)
     assert first == "KeyboardInterrupt"
     assert "rank 0 ended the communicator" in second
 

@@ -23,7 +23,7 @@ MOST_FUNCTIONS = 40
 
 
 #: Limits on functions called by a repeated call, from its start to its return.
-MOST_LOCAL, MOST_REPEATED = 8, 8
+MOST_LOCAL, MOST_REPEATED = 1, 8
 
 
 def calls_of_an_allreduce(compiled: str, last: str) -> list[tuple[str, str]]:

@@ -320,9 +320,14 @@ def killed_in_init(victim: int) -> tuple[int | None, str]:
     return caught.value.peer, str(caught.value)
 
 
-def interrupted(victim: int) -> str:
-    """End a call that waits for an absent peer by Ctrl-C; return the error of this rank."""
-    with r2ccl.init() as comm:
+def interrupted(victim: int, ncalls: int, shm: str) -> str:
+    """End a call that waits for an absent peer by Ctrl-C; return the error of this rank.
+
+    The call repeats `ncalls` earlier ones.
+    """
+    with r2ccl.init(shm=shm) as comm:
+        for _ in range(ncalls):
+            comm.allreduce(np.ones(1 << 20))
         if comm.rank == victim:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             try:
@@ -348,7 +353,7 @@ def interrupted_as_it_begins(what: str, shm: str) -> list[str]:
     The call is the first of its form, a repeated one, or one that makes a communicator.
     """
     comm = r2ccl.init(shm=shm)
-    x, turn = np.ones(50), comm._collectives._turn
+    x, turn = np.ones(50), comm._collectives._turn.lock
     calls: dict[str, Callable[[], Any]] = {
         "first": lambda: comm.allreduce(np.ones(70)),
         "repeated": lambda: comm.allreduce(x),
@@ -358,6 +363,7 @@ def interrupted_as_it_begins(what: str, shm: str) -> list[str]:
     with contextlib.suppress(r2ccl.CommunicatorRevoked):
         for _ in range(5):
             comm.allreduce(x)
+            comm.allreduce(np.ones(60))  # compiled code leaves a call of another form to Python
 
     found = []
     for call in (calls[what], lambda: comm.allreduce(x)):

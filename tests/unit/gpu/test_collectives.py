@@ -417,7 +417,7 @@ def test_elements_outside_of_all_parts_stay() -> None:
     stream = device.caller_stream()
     x, _ = array_of(device, stream, np.arange(3))
     out, place = array_of(device, stream, np.full(9, 7))
-    calls.start(arguments.gatherv(x, out, 0, ((3,), (2,)), 0, 1), stream, False)
+    calls.start(arguments.gatherv(x, out, 0, (3,), (2,), 0, 1), stream, False)
     found = get(device, stream, place, 9)
     np.testing.assert_array_equal(found, [7, 7, 0, 1, 2, 7, 7, 7, 7])
     calls.close(TIMEOUT_S)
@@ -466,8 +466,8 @@ def test_input_and_output_in_different_places_are_refused() -> None:
         lambda a, b: arguments.gather(a, b, 0, 0, 1),
         lambda a, b: arguments.scatter(a, b, 0, 0, 1),
         lambda a, b: arguments.alltoall(a, b, 0, 1),
-        lambda a, b: arguments.alltoallv(a, b, ((6,), None), ((6,), None), 0),
-        lambda a, b: arguments.allgatherv(a, b, ((3, 6), None), 1, 2),
+        lambda a, b: arguments.alltoallv(a, b, (6,), None, (6,), None, 0, 1),
+        lambda a, b: arguments.allgatherv(a, b, (3, 6), None, 1, 2),
         lambda a, b: arguments.reduce_scatterv(a, b, ReduceOp.SUM, [2, 4], 1, 2),
         lambda a, b: arguments.scan(a, b, ReduceOp.SUM, True),
     ):

@@ -57,7 +57,7 @@ def test_no_array_is_larger_than_memory_can_be(shape: Any) -> None:
         arguments.form_of(shape, None, None)
     x, displs = np.ones(1), (0, 1 << 62)
     with pytest.raises(InvalidArgument, match="no array can have"):
-        arguments.allgatherv(x, None, ((1, 1), displs), 0, 2)
+        arguments.allgatherv(x, None, (1, 1), displs, 0, 2)
 
 
 @pytest.mark.parametrize("value", ["f4", "f8", "i4", "i8"])

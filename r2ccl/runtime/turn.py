@@ -1,0 +1,98 @@
+"""Turn to run collectives of one communicator: the class `Turn`."""
+
+from __future__ import annotations
+
+from threading import Condition, RLock, get_ident
+
+import numpy as np
+
+from r2ccl.clock import monotonic
+
+
+class Turn:
+    """Right to run collectives of one communicator, which one thread has at a time.
+
+    A thread takes the turn in one of two ways, from the first copy of a collective to its last:
+
+    - It acquires `lock`, sets `is_running` unless it is the worker, whose queued task is known, and
+      then waits until `is_repeating` is False.
+    - In compiled code, which holds the GIL, it finds that no blocking call runs, that the worker is
+      idle and that `is_repeating` is False, and sets `is_repeating`. Acquiring `lock` would take
+      longer than all these steps together.
+
+    So if two threads try at the same time, one of them sees the other. The lock is re-entrant,
+    because only a re-entrant lock can tell whether this thread holds it. Ctrl-C may come just as a
+    thread acquires the lock, so the lock is acquired within the ``try`` that releases it.
+
+    Attributes
+    ----------
+    lock : RLock
+    is_running : bool
+        True while a blocking call holds the lock.
+    is_repeating : bool
+        True while compiled code has the turn.
+    is_awaited : bool
+        True if a thread waits until compiled code has returned the turn; it then calls `wake`.
+    holder : ndarray
+        One word: the identifier of the thread in which compiled code last took the turn.
+    """
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.is_running = False
+        self.is_repeating = False
+        self.is_awaited = False
+        self._returned = Condition()
+        self.holder = np.zeros(1, np.int64)
+
+    @property
+    def is_taken(self) -> bool:
+        """True if a blocking call has the turn."""
+        return self.is_running or self.is_repeating
+
+    @property
+    def is_mine(self) -> bool:
+        """True if this thread has the turn."""
+        has_compiled = self.is_repeating and self.holder[0] == get_ident()
+        return bool(has_compiled or self.lock._is_owned())  # type: ignore[attr-defined]
+
+    def __enter__(self) -> None:
+        """Take the turn in the worker, one of whose tasks is queued."""
+        self.lock.acquire()
+        while not self.await_return(_LOOK_S):
+            pass
+
+    def __exit__(self, *_: object) -> None:
+        """Return the turn of the worker."""
+        self.lock.release()
+
+    def await_return(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` seconds until compiled code does not have the turn.
+
+        Return whether it does not. The caller holds `lock`.
+        """
+        return not self.is_repeating or self._await_return(timeout_s)
+
+    def _await_return(self, timeout_s: float) -> bool:
+        until_s = monotonic() + timeout_s
+        with self._returned:
+            while True:
+                self.is_awaited = True
+                if not self.is_repeating:
+                    return True
+                left_s = until_s - monotonic()
+                if left_s <= 0:
+                    return False
+                self._returned.wait(min(left_s, _LOOK_S))
+
+    def wake(self) -> None:
+        """Wake the threads in `await_return`."""
+        with self._returned:
+            self.is_awaited = False
+            self._returned.notify_all()
+
+
+#: Longest time in seconds between two looks at the turn, in case Ctrl-C prevents `Turn.wake`.
+_LOOK_S = 0.1
+
+__all__ = ["Turn"]
