@@ -575,9 +575,8 @@ class Communicator:
         message from every other rank to the root.
         """
         root, rank, n = arguments.rank_of(root, self.nranks), self.rank, self.nranks
-        sizes = (counts, displs) if rank == root else (None, None)
-        start, make = self._collectives.start, arguments.gatherv
-        return start(stream, async_op, make, x, out, root, *sizes, rank, n)
+        sizes, make = (counts, displs) if rank == root else (None, None), arguments.gatherv
+        return self._collectives.start(stream, async_op, make, x, out, root, *sizes, rank, n)
 
     @overload
     def scatter(
@@ -663,9 +662,8 @@ class Communicator:
         message from the root to every other rank.
         """
         root, rank, n = arguments.rank_of(root, self.nranks), self.rank, self.nranks
-        sizes = (counts, displs) if rank == root else (None, None)
-        start, make = self._collectives.start, arguments.scatterv
-        return start(stream, async_op, make, x, out, root, *sizes, rank, n)
+        sizes, make = (counts, displs) if rank == root else (None, None), arguments.scatterv
+        return self._collectives.start(stream, async_op, make, x, out, root, *sizes, rank, n)
 
     @overload
     def alltoall(self, x: N, out: N | None = ..., **kw: Unpack[Now]) -> N: ...

@@ -254,8 +254,6 @@ class LocalCalls:
         InvalidArgument
             If the calls differ.
         """
-        from r2ccl.shm.group import CallsDiffer
-
         op, rank = self._engine.op, self.members[self._engine.rank]
         for index, ncalls in self._group.positions().items() if is_last else ():
             peer = self.members[index]
@@ -263,10 +261,9 @@ class LocalCalls:
                 raise closed_early(rank, op, peer, op + ncalls)
             if ncalls < 0:
                 raise closed_early(peer, op + ncalls, rank, op)
-        try:
-            self._group.require_same()
-        except CallsDiffer as exc:
-            raise self._difference(exc) from None
+        found = self._group.find_difference()
+        if found is not None:
+            raise self._difference(found)
 
     def close(self) -> None:
         """Free the memory; no call may run or follow."""

@@ -457,9 +457,9 @@ def difference(
 
     If `is_earlier`, the calls are earlier ones.
     """
-    which = f"a call before {op}" if is_earlier else f"call {op}"
+    which = f"{op} or an earlier one" if is_earlier else str(op)
     return InvalidArgument(
-        f"{which} differs between ranks: rank {rank} called {describe(mine)}, "
+        f"call {which} differs between ranks: rank {rank} called {describe(mine)}, "
         f"rank {peer} called {describe(theirs)}; "
         "all ranks must pass the same collective, dtype, op, root, count, counts and schedule"
     )

@@ -524,13 +524,10 @@ class LocalGroup:
                 self._place.ranks[self.rank], describe_os_error(exc),
             )  # fmt: skip
 
-    def require_same(self) -> None:
+    def find_difference(self) -> CallsDiffer | None:
         """Compare the headers that have been announced and not been compared.
 
-        Raises
-        ------
-        CallsDiffer
-            If another rank made another call.
+        Return the first difference, or None if there is none.
         """
         ncalls, positions = int(self._memory[layout.NCALLS]), self.positions()
         for index, peer in self._peers.items():
@@ -538,7 +535,8 @@ class LocalGroup:
             for number in range(self._met(index) + 1, last + 1):
                 own, theirs = (self._signature(each, number) for each in (self._own, peer))
                 if own != theirs:
-                    raise CallsDiffer(index, own, theirs, is_earlier=number < ncalls)
+                    return CallsDiffer(index, own, theirs, is_earlier=number < ncalls)
+        return None
 
     # State
 

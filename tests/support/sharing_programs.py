@@ -284,7 +284,7 @@ def repeated_differently(what: str) -> str:
     """Repeat a call, on the last rank with one difference; return the error.
 
     A rank that does not wait for the others, such as the root of a broadcast, raises the error in a
-    later call, or as the communicator closes.
+    later call, or as the communicator closes; a rank that is late, in an earlier call.
     """
     number = 0
     try:
@@ -304,7 +304,7 @@ def repeated_differently(what: str) -> str:
                 else:
                     comm.broadcast(x, root=root)
     except r2ccl.InvalidArgument as exc:
-        if number < 3:
+        if number < 3 and what not in ("size", "root"):
             raise
         return str(exc)
     return "it ran"
