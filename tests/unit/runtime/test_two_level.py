@@ -36,6 +36,9 @@ class Node:
         if self._nsteps == self._differing:
             raise CallsDiffer(1, packed, packed + 1)
 
+    def absent(self) -> list[int]:
+        return []
+
     def wake(self) -> None: ...
 
 
