@@ -39,7 +39,7 @@ CASES = [
 )
 def test_results_are_exact_wherever_a_call_leaves(program, limit, nranks, is_small, ncalls):
     given = functools.partial(program, limit, ncalls, SMALL if is_small else {})
-    found = launch(given, nranks, timeout_s=100.0)
+    found = launch(given, nranks, timeout_s=250.0)
     assert [nwrong for nwrong, _, _ in found] == [0] * nranks
     assert sum(ndone for _, ndone, _ in found) > 0
     is_sure = is_small or limit <= SURE if program is programs.mixture else limit <= 3
