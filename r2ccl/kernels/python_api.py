@@ -83,7 +83,7 @@ def owner_of(typing_context: Any, function: Any) -> Any:
 
 
 @intrinsic
-def attribute(typing_context: Any, instance: Any, name: Any) -> Any:
+def _attribute(typing_context: Any, instance: Any, name: Any) -> Any:
     """Return a new reference to an attribute; 0 if there is none, and an exception is set."""
     return types.int64(types.int64, types.int64), _calling("PyObject_GetAttr")
 
@@ -94,7 +94,7 @@ def has_value(instance: Any, name: Any, value: Any) -> Any:
 
     Another object must hold the value of the attribute.
     """
-    found = attribute(instance, name)
+    found = _attribute(instance, name)
     drop_reference(found)
     return found == value
 
@@ -217,7 +217,6 @@ def _call(builder: Any, name: str, arguments: list[Any], *, has_result: bool = T
 
 __all__ = [
     "are_equal",
-    "attribute",
     "call_with",
     "data_at",
     "dict_item",

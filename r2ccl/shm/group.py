@@ -298,12 +298,7 @@ class LocalGroup:
 
     def absent(self) -> list[int]:
         """Return the indices of the ranks that have not posted the current call yet."""
-        ncalls = int(self._memory[layout.NCALLS])
-        return [
-            index
-            for index, peer in self._peers.items()
-            if (int(_header(peer, ncalls)[0]) - (ncalls << layout.ROUND_BITS)) % _WORD >> 63
-        ]
+        return [index for index, ncalls in self.positions().items() if ncalls < 0]
 
     def positions(self) -> dict[int, int]:
         """Return, by index, how many calls more than this rank each other rank has begun.
@@ -533,7 +528,7 @@ class LocalGroup:
         for index, peer in self._peers.items():
             last = ncalls + min(0, positions[index])
             for number in range(self._met(index) + 1, last + 1):
-                own, theirs = (self._signature(each, number) for each in (self._own, peer))
+                own, theirs = (_signature(each, number) for each in (self._own, peer))
                 if own != theirs:
                     return CallsDiffer(index, own, theirs, is_earlier=number < ncalls)
         return None
@@ -545,9 +540,6 @@ class LocalGroup:
         ncalls = int(self._memory[layout.NCALLS])
         met = int(self._memory[layout.BASES + 2 * self._nranks + index])
         return ncalls - (((ncalls << layout.ROUND_BITS) - met) % _WORD >> layout.ROUND_BITS)
-
-    def _signature(self, segment: Segment, ncalls: int) -> int:
-        return int(_header(segment, ncalls)[layout.SIGNATURE // 8]) % _WORD
 
     def _make_state(self) -> npt.NDArray[np.int64]:
         state = np.zeros(layout.state_size(self._nranks), np.int64)
@@ -584,14 +576,14 @@ class LocalGroup:
             wanted = int(call.tables[1, 1, index])
             return CallsDiffer(index, signature, signature, sent, wanted)
         met = self._met(index)
-        signatures = [self._signature(each, met + 1) for each in (self._own, segment)]
+        signatures = [_signature(each, met + 1) for each in (self._own, segment)]
         return CallsDiffer(index, *signatures, is_earlier=met + 1 < ncalls)
 
 
-def _header(segment: Segment, ncalls: int) -> npt.NDArray[np.int64]:
-    """Return the words of the header of a segment's owner in its call number `ncalls`."""
-    at = layout.HEADERS + layout.LINE_NBYTES * (ncalls % layout.NHEADERS)
-    return segment.words[at // 8 :][: layout.LINE_NBYTES // 8]
+def _signature(segment: Segment, ncalls: int) -> int:
+    """Return the packed signature of call number `ncalls` of a segment's owner, from its header."""
+    header = layout.HEADERS + layout.LINE_NBYTES * (ncalls % layout.NHEADERS)
+    return int(segment.words[(header + layout.SIGNATURE) // 8]) % _WORD
 
 
 @functools.cache

@@ -201,6 +201,7 @@ def start_of(
         TRUE: True,
         NONE: None,
     }
+    conditions = [*conditions, (turn, "is_repeating", False)]
     listed = [part for each, name, value in conditions for part in (each, sys.intern(name), value)]
     words = np.zeros(CONDITIONS + len(listed), np.int64)
     words[list(objects)] = [id(each) for each in objects.values()]

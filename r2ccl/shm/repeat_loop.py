@@ -1,4 +1,4 @@
-"""Compiled function that runs a call again; see `r2ccl.shm.repeat`."""
+"""Compiled functions that run a call again; see `r2ccl.shm.repeat`."""
 
 from __future__ import annotations
 
@@ -82,25 +82,18 @@ def is_same(words: Any, given: Any, stored: Any) -> Any:
     kind = type_of(stored)
     if type_of(given) != kind:
         return False
-    if kind == words[LIST_TYPE]:
-        size = list_size(stored)
-        if list_size(given) != size:
+    is_list = kind == words[LIST_TYPE]
+    if not is_list and kind != words[TUPLE_TYPE]:
+        return are_equal(given, stored) != 0
+    size = list_size(stored) if is_list else tuple_size(stored)
+    if size != (list_size(given) if is_list else tuple_size(given)):
+        return False
+    for number in range(size):
+        item = list_item(given, number) if is_list else tuple_item(given, number)
+        wanted = list_item(stored, number) if is_list else tuple_item(stored, number)
+        if type_of(item) != words[INT_TYPE] or not are_equal(item, wanted):
             return False
-        for number in range(size):
-            item = list_item(given, number)
-            if type_of(item) != words[INT_TYPE] or not are_equal(item, list_item(stored, number)):
-                return False
-        return True
-    if kind == words[TUPLE_TYPE]:
-        size = tuple_size(stored)
-        if tuple_size(given) != size:
-            return False
-        for number in range(size):
-            item = tuple_item(given, number)
-            if type_of(item) != words[INT_TYPE] or not are_equal(item, tuple_item(stored, number)):
-                return False
-        return True
-    return are_equal(given, stored) != 0
+    return True
 
 
 @inlined
@@ -208,7 +201,7 @@ def make_start() -> Callable[[int, int, int], int]:
             if is_fit:
                 each = CONDITIONS + 3 * number
                 is_fit = has_value(words[each], words[each + 1], words[each + 2])
-        if not is_fit or not has_value(words[TURN], words[REPEATING], words[FALSE]):
+        if not is_fit:
             return call_with(words[SLOW], args, nargs)
         # Up to here, no code of Python and no other thread can have run.
         words_at(words[HOLDER])[0] = thread_ident()

@@ -20,7 +20,7 @@ X, OUT = np.ones(3), np.zeros(3)
 
 
 class Calls:
-    """What a communicator has: a remembered call of `make`, whose loop is a Python function."""
+    """Stand-in for a communicator that remembers a call of `make`, whose loop is in Python."""
 
     def __init__(self, rest=(0, None), role=Role.ARRAY):
         self.results, self.seen, self.slow, self.continued = [FINISHED], [], [], []
