@@ -8,10 +8,10 @@ other ranks map; segments for arrays of the user are made on request. Modules:
 - `atomics` has the loads, stores and system calls that compiled code makes on shared memory;
 - `waiting` waits in compiled code until a peer has advanced;
 - `arrays` describes the arrays of a prepared call by numbers, which compiled code compares;
-- `rounds` has the compiled steps that all collectives share, `storing` the choice whether slots are
-  written to the caches;
-- `places` has the compiled steps that find arrays in memory which all ranks map, and `single_copy`
-  the steps that move data between such arrays;
+- `rounds` has the compiled steps that all collectives share, `transfer` the choice how a rank
+  passes on its data;
+- `places` has the compiled steps by which peers access an array directly, `reading` those that read
+  the memory of another process, and `single_copy` those that move data between arrays;
 - `allreduce` is the compiled pipeline of large allreduces, `scan` the pipeline of scans, and
   `exchange` the compiled loop of all other collectives;
 - `symmetric` makes the memory that all ranks map for a user's arrays, `room` reads the amount of
@@ -37,11 +37,10 @@ receives data, so calls that differ are found before any output is written.
 A rank that only sends, such as the root of a broadcast, does not wait for the headers of its peers
 in this call: it may be some calls ahead. It compares these headers in a later call, at the latest
 before the peer may overwrite them, or before it overwrites a slot that the peer may still read. In
-large reduces and gathers, and in all collectives in which every rank receives data, every rank
-compares the headers of all ranks.
+all collectives in which every rank receives data, every rank compares the headers of all ranks.
 
-If the headers say that the ranks can access each other's arrays directly, the call has no further
-round, and a rank returns when the other ranks are done with its arrays.
+If the header of a rank says where its input is, the peers access this array directly, and the rank
+returns when they are done with it.
 
 Messages are frames in rings. Each ordered pair of ranks has one ring, which the sender writes. The
 receiver takes frames in the order in which they were put. A message that no receive has taken does

@@ -22,7 +22,6 @@ from r2ccl.shm.layout import (
     DIRECT,
     DONE,
     FINISHED,
-    IS_PAST_CACHES,
     LOOP_FORM,
     LOOP_KERNEL,
     LOOP_MOST,
@@ -40,6 +39,7 @@ from r2ccl.shm.layout import (
     SLOT_NBYTES,
     STEP,
     STREAM_NBYTES,
+    TRANSFER,
     UNDECIDED,
     WAITING,
     Loop,
@@ -60,7 +60,7 @@ from r2ccl.shm.rounds import (
     write_header,
 )
 from r2ccl.shm.single_copy import reduce_share
-from r2ccl.shm.storing import choose, note_begin, note_end
+from r2ccl.shm.transfer import PAST_CACHES, choose, learn, note_begin, note_end, tell
 from r2ccl.shm.waiting import publish
 
 #: Steps of a round.
@@ -98,9 +98,9 @@ def make_allreduce() -> Loop:
 
         if is_resumed == 0:
             begin(state, total)
-            choose(state, given, nbytes)
+            choose(state, given, nbytes, False)
             state[MODE] = UNDECIDED
-        first = first_round(state)
+        first, is_past_caches = first_round(state), state[TRANSFER] == PAST_CACHES
         # Before round 0, the round with index -1 deposits the first chunk and compares the calls.
         while state[ROUND] <= total:
             index = state[ROUND]
@@ -132,6 +132,7 @@ def make_allreduce() -> Loop:
                     if not is_reachable:
                         from_place, to_place = 0, 0
                     publish_places(state, from_place, to_place)
+                    tell(state, given)
                 if ahead < total:
                     result = claim_slot(state, address, ahead, range(nranks))
                     if result != FINISHED:
@@ -142,9 +143,9 @@ def make_allreduce() -> Loop:
                     before = min(length, rank * share)
                     after = min(length, before + share)
                     if not is_reachable:
-                        copy(slot, at, before, state[IS_PAST_CACHES])
-                        copy(slot + after, at + after, length - after, state[IS_PAST_CACHES])
-                        if state[IS_PAST_CACHES]:
+                        copy(slot, at, before, is_past_caches)
+                        copy(slot + after, at + after, length - after, is_past_caches)
+                        if is_past_caches:
                             stream_fence()
                     if ahead == 0:
                         publish_header(state)
@@ -156,6 +157,7 @@ def make_allreduce() -> Loop:
                     result = compare_headers(state, address, range(nranks))
                     if result != FINISHED:
                         return result
+                    learn(state, given)
                     nreachable = 0
                     for peer in range(nranks):
                         nreachable += has_input(state, peer)
@@ -183,12 +185,12 @@ def make_allreduce() -> Loop:
                             kernel_sources[peer] = slot_of(state, peer, index) + at
                         kernel_sources[rank] = source + index * chunk + at
                         # Both copies find the block in the first-level cache.
-                        block = base + SCRATCH if state[IS_PAST_CACHES] else result + at
+                        block = base + SCRATCH if is_past_caches else result + at
                         call_kernel(kernel, sources, nranks, block, length)
                         copy(target + index * chunk + at, block, length, is_streamed)
-                        if state[IS_PAST_CACHES]:
+                        if is_past_caches:
                             copy(result + at, block, length, True)
-                    if state[IS_PAST_CACHES]:
+                    if is_past_caches:
                         stream_fence()
                     publish(base + DONE, this)
                 state[STEP] = _COLLECT

@@ -25,7 +25,7 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _CLOCK_MONOTONIC = 1
 _EVERYONE = 2**31 - 1
 
-_FUTEX, _SET_AFFINITY, _GET_AFFINITY = SYSTEM_CALLS
+_FUTEX, _SET_AFFINITY, _GET_AFFINITY, _READ_MEMORY = SYSTEM_CALLS
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_I64, 4)
@@ -197,6 +197,24 @@ def futex_wake(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
+def read_memory(typing_context: Any, pid: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """Copy bytes of process `pid` from `source` to `target`: process_vm_readv(2)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pair = ir.ArrayType(_I64, 2)
+        local, remote = (cgutils.alloca_once(builder, pair) for _ in range(2))
+        for at, start in ((local, args[1]), (remote, args[2])):
+            for index, value in enumerate((start, args[3])):
+                builder.store(value, builder.gep(at, [_I32(0), _I32(index)]))
+        one = _I64(1)
+        addresses = [builder.ptrtoint(each, _I64) for each in (local, remote)]
+        arguments = [args[0], addresses[0], one, addresses[1], one, _I64(0)]
+        return _call_system(builder, _READ_MEMORY, arguments)
+
+    return types.int64(*[types.int64] * 4), generate
+
+
+@intrinsic
 def clock_ns(typing_context: Any, time: Any) -> Any:
     """Return the monotonic time in nanoseconds.
 
@@ -333,6 +351,7 @@ __all__ = [
     "make_fence",
     "pause",
     "read_affinity",
+    "read_memory",
     "sched_yield",
     "store_release",
     "stream",

@@ -10,11 +10,12 @@ Senders are one round ahead of the receivers, so copies into and out of slots ov
 only sends is as many rounds and calls ahead as its slots and headers allow. A part that is copied
 to another rank is read and written twice.
 
-With the flag `REACHING`, if the inputs of all senders are in memory that all ranks map
-(`r2ccl.shm.symmetric`), a receiver reads its parts from these inputs instead, and a sender waits
-until the receivers have read them: each part is read and written once. In an allreduce, the outputs
-must be in such memory, too; then each rank reduces one share of the data for all ranks. An alltoall
-whose input and output overlap always uses the slots.
+If peers can access the input of a sender directly (`r2ccl.shm.places`), the sender uses no slots. A
+receiver copies its part from this input in round 0, or reduces it from there in each round, and the
+sender waits until the receivers have finished: each part is read and written once. Each sender
+decides this for itself. In a small allreduce, if the outputs can be accessed, too, each rank
+reduces one share of the data for all ranks. An alltoall whose input and output overlap always uses
+slots, because a rank would overwrite what its peers read.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from r2ccl.shm.layout import (
     DONE,
     FINISHED,
     FROM_ROOT,
-    IS_PAST_CACHES,
     LAST_ROUND,
-    LENGTHS,
     LOOP_FLAGS,
     LOOP_FORM,
     LOOP_KERNEL,
+    LOOP_LEAST_REACHED,
+    LOOP_LEAST_READ,
     LOOP_NBYTES,
     LOOP_ROOT,
     LOOP_SIGNATURE,
@@ -47,22 +48,35 @@ from r2ccl.shm.layout import (
     NCALLS,
     NHEADERS,
     NRANKS,
+    PARTS,
     POSTED,
     RANK,
-    REACHING,
     ROUND,
     ROW_NBYTES,
     SHARED,
     SLOT_NBYTES,
+    STAGED,
     STEP,
     STREAM_NBYTES,
     TO_ROOT,
     TOTAL,
+    TRANSFER,
     UNDECIDED,
     WAITING,
     Loop,
 )
-from r2ccl.shm.places import begin_anew, has_input, have_stayed, place_of, publish_places
+from r2ccl.shm.places import (
+    UNMAPPED,
+    begin_anew,
+    has_any_input,
+    has_input,
+    have_stayed,
+    input_of,
+    place_of,
+    publish_places,
+    sleep_for,
+)
+from r2ccl.shm.reading import can_all_read, is_readable
 from r2ccl.shm.rounds import (
     announce_earlier_calls,
     begin,
@@ -77,8 +91,8 @@ from r2ccl.shm.rounds import (
     wait_until_done,
     write_header,
 )
-from r2ccl.shm.single_copy import copy_inputs, reduce_inputs, reduce_share
-from r2ccl.shm.storing import choose, note_begin, note_end
+from r2ccl.shm.single_copy import copy_input, reduce_share
+from r2ccl.shm.transfer import CACHED, PAST_CACHES, READ, choose, learn, note_begin, note_end, tell
 from r2ccl.shm.waiting import publish, wait
 
 #: Steps of a round.
@@ -142,78 +156,86 @@ def make_exchange() -> Loop:
         piece = SLOT_NBYTES if is_whole else (SLOT_NBYTES // (nranks - 1)) & -64
         portion = 0 if is_whole else piece
         is_streamed = nbytes * nranks >= state[STREAM_NBYTES]
-        is_reaching, is_allreduce = (flags & REACHING) != 0, is_shared and kernel != 0
+        is_allreduce = is_shared and kernel != 0
         # Ranks whose calls this rank compares with its own before it goes on. A rank that only
-        # sends compares none, unless its next step depends on the arrays of other senders.
+        # sends compares none.
         is_rooted, compared = (flags & (FROM_ROOT | TO_ROOT)) != 0, range(nranks)
         if flags & FROM_ROOT:
             compared = senders
-        elif is_rooted and rank != root and not is_reaching:
+        elif is_rooted and rank != root:
             compared = range(0)
+        # Largest parts that this rank sends and receives, and ends of all such parts in its arrays.
+        most_sent, most_put = nbytes, nbytes
+        sent, put = nbytes + (nranks - 1) * source_step, nbytes + (nranks - 1) * target_step
+        if has_tables:
+            most_sent, most_put, sent, put = 0, 0, 0, 0
+            for peer in range(nranks):
+                most_sent = max(most_sent, sent_nbytes[peer])
+                most_put = max(most_put, put_nbytes[peer])
+                if sent_nbytes[peer] > 0:
+                    sent = max(sent, sent_from[peer] + sent_nbytes[peer])
+                put = max(put, put_to[peer] + put_nbytes[peer])
 
         if is_resumed == 0:
-            most = nbytes
-            if has_tables:
-                most = 0
-                for peer in range(nranks):
-                    most = max(most, sent_nbytes[peer], put_nbytes[peer])
-            begin(state, (most + piece - 1) // piece)
+            begin(state, (max(most_sent, most_put) + piece - 1) // piece)
+            may_read = most_sent >= given[LOOP_LEAST_READ] and can_all_read(state)
             # With a root, the duration of a rank that only sends says nothing about the receivers.
-            choose(state, given, 0 if is_rooted else nbytes)
+            choose(state, given, 0 if is_rooted else nbytes, may_read)
+            if is_rooted and may_read:
+                state[TRANSFER] = READ
             state[MODE] = UNDECIDED
             if is_rooted:
                 announce_earlier_calls(state)
         first = first_round(state)
-        row = LENGTHS + ROW_NBYTES * (state[NCALLS] & (NHEADERS - 1))
+        row = PARTS + 2 * ROW_NBYTES * (state[NCALLS] & (NHEADERS - 1))
 
         # Before round 0, the round with index -1 deposits its pieces and compares the calls.
         while state[ROUND] < state[TOTAL]:
             index = state[ROUND]
-            if state[MODE] == DIRECT:
+            if is_allreduce and state[MODE] == DIRECT:
                 if state[STEP] == _TAKE:
-                    offset = 0 if is_shared else rank * source_step
-                    if is_allreduce:
-                        reduce_share(state, sources, nbytes, kernel)
-                    elif is_receiver and kernel != 0:
-                        reduce_inputs(state, sources, offset, kernel, target, nbytes)
-                    elif is_receiver:
-                        copy_inputs(
-                            state, senders, offset, target, target_step, nbytes, is_streamed
-                        )
+                    reduce_share(state, sources, nbytes, kernel)
                     stream_fence()
                     publish(base + DONE, first + LAST_ROUND)
                     state[STEP] = _LINGER
-                if is_sender:
-                    result = wait_until_done(state, address, receivers, first)
-                    if result != FINISHED:
-                        return result
-                if (is_receiver or is_allreduce) and not have_stayed(state, address, senders):
-                    return WAITING
                 break
             if state[STEP] == _DEPOSIT:
                 ahead = index + 1
-                is_reachable = False
                 if ahead == 0:
                     result = write_header(state, address, signature)
                     if result != FINISHED:
                         return result
+                    place, to_place = 0, 0
+                    can_be_direct = is_depositor and sent > 0 and state[MODE] != STAGED
+                    # In an alltoall in place, peers would read what this rank overwrites.
+                    if not is_whole and not is_rooted and kernel == 0:
+                        is_apart = target >= source + sent or source >= target + put
+                        can_be_direct = can_be_direct and is_apart
+                    if can_be_direct and most_sent >= given[LOOP_LEAST_REACHED]:
+                        place = place_of(state, source, sent)
+                        if is_allreduce:
+                            to_place = place_of(state, target, nbytes)
+                            place = 0 if to_place == 0 else place
+                    if state[TRANSFER] == READ:
+                        if (
+                            place == 0
+                            and can_be_direct
+                            and is_readable(state, address, source, sent)
+                        ):
+                            place = source | UNMAPPED
+                        else:
+                            state[TRANSFER] = CACHED
+                    publish_places(state, place, to_place)
+                    tell(state, given)
+                    if not is_allreduce:
+                        state[MODE] = UNDECIDED if place == 0 else DIRECT
                     if has_tables:
                         for peer in range(nranks):
-                            store_release(base + row + 8 * peer, sent_nbytes[peer])
-                    if is_reaching:
-                        place, to_place = 0, 0
-                        if is_sender and state[MODE] == UNDECIDED:
-                            sent = nbytes + (nranks - 1) * source_step
-                            apart = target >= source + sent or source >= target + sent
-                            # In an alltoall in place, peers would read what this rank overwrites.
-                            if source_step == 0 or target_step == 0 or apart:
-                                place = place_of(state, source, sent)
-                            if is_allreduce:
-                                to_place = place_of(state, target, nbytes)
-                                place = 0 if to_place == 0 else place
-                        is_reachable = place != 0
-                        publish_places(state, place, to_place)
-                if is_depositor and not is_reachable and ahead < state[TOTAL]:
+                            at = base + row + 8 * peer
+                            store_release(at, sent_nbytes[peer])
+                            store_release(at + ROW_NBYTES, sent_from[peer])
+                is_direct = has_input(state, rank)
+                if is_depositor and not is_direct and ahead < state[TOTAL]:
                     result = claim_slot(state, address, ahead, receivers)
                     if result != FINISHED:
                         return result
@@ -225,12 +247,13 @@ def make_exchange() -> Loop:
                             first_byte = sent_from[peer] if has_tables else first_byte
                             place = slot + (peer - rank - 1) % nranks * portion
                             at = source + first_byte + done
-                            copy(place, at, min(length - done, piece), state[IS_PAST_CACHES])
-                    if state[IS_PAST_CACHES]:
+                            length = min(length - done, piece)
+                            copy(place, at, length, state[TRANSFER] == PAST_CACHES)
+                    if state[TRANSFER] == PAST_CACHES:
                         stream_fence()
                 if ahead == 0:
                     publish_header(state)
-                elif is_sender and ahead < state[TOTAL]:
+                elif is_sender and not is_direct and ahead < state[TOTAL]:
                     publish(base + POSTED, first + ahead)
                 state[STEP] = _TAKE
             if index < 0:
@@ -243,55 +266,88 @@ def make_exchange() -> Loop:
                         if load_acquire(state[BASES + peer] + row + 8 * to) != put_nbytes[peer]:
                             state[AWAITED] = peer
                             return DIFFERS_IN_SIZE
-                if is_reaching:
-                    nreachable, nsenders = 0, 0
+                if not is_rooted:
+                    learn(state, given)
+                if is_allreduce:
+                    ndirect = 0
                     for peer in senders:
-                        nreachable += has_input(state, peer)
-                        nsenders += 1
-                    if nreachable == nsenders:
+                        ndirect += has_input(state, peer)
+                    if ndirect == nranks:
                         state[TOTAL] = 1
                         state[MODE] = DIRECT
                         continue
-                    if nreachable > 0:
+                    if ndirect > 0:
                         begin_anew(state, state[TOTAL])
                         first = first_round(state)
                         continue
-                note_begin(state, address, given)
+                if state[MODE] != DIRECT or state[TRANSFER] == READ:
+                    note_begin(state, address, given)
             elif is_receiver:
                 done = index * piece
                 for peer in senders:
                     length = put_nbytes[peer] if has_tables else nbytes
                     # The header announced round 0. A rank posts only rounds in which it has data.
-                    if index > 0 and peer != rank and length > done:
+                    if index > 0 and peer != rank and length > done and not has_input(state, peer):
                         word = state[BASES + peer] + POSTED
                         if not wait(state, address, word, first + index):
                             state[AWAITED] = peer
                             return WAITING
                 own = 0 if is_shared else rank * source_step
                 own = source + (sent_from[rank] if has_tables else own) + done
-                if kernel != 0:
-                    for peer in range(nranks):
-                        place = (rank - peer - 1) % nranks * portion
-                        kernel_sources[peer] = slot_of(state, peer, index) + place
-                    if not is_shared:
-                        kernel_sources[rank] = own
-                    length = put_nbytes[rank] if has_tables else nbytes
-                    length = max(0, min(length - done, piece))
-                    call_kernel(kernel, sources, nranks, target + done, length)
-                else:
-                    for peer in senders:
-                        place = (rank - peer - 1) % nranks * portion
+                length = put_nbytes[rank] if has_tables else nbytes
+                length = max(0, min(length - done, piece))
+                # Ranks that begin with different peers do not all read the same memory.
+                for number in range(nranks):
+                    peer, place = rank + number, (nranks - 1 - number) * portion
+                    if peer >= nranks:
+                        peer -= nranks
+                    if not senders.start <= peer < senders.stop:
+                        continue
+                    is_direct, offset = peer != rank and has_input(state, peer), 0
+                    if is_direct:
+                        offset = 0 if is_shared else rank * source_step
+                        if has_tables:
+                            at = state[BASES + peer] + row + ROW_NBYTES
+                            offset = load_acquire(at + 8 * (peer if is_shared else rank))
+                    if kernel != 0:
+                        if is_direct:
+                            kernel_sources[peer] = input_of(state, peer) + offset + done
+                        elif peer == rank and not is_shared:
+                            kernel_sources[peer] = own
+                        else:
+                            kernel_sources[peer] = slot_of(state, peer, index) + place
+                        continue
+                    length = put_nbytes[peer] if has_tables else nbytes
+                    to = target + (put_to[peer] if has_tables else peer * target_step) + done
+                    if is_direct:
+                        if index == 0 and not copy_input(
+                            state, peer, offset, to, length, is_streamed
+                        ):
+                            sleep_for(state, address, peer)
+                            return WAITING
+                    else:
                         at = own if peer == rank else slot_of(state, peer, index) + place
-                        length = put_nbytes[peer] if has_tables else nbytes
-                        to = target + (put_to[peer] if has_tables else peer * target_step) + done
                         if length > done and at != to:
                             copy(to, at, min(length - done, piece), is_streamed)
-            if index + 1 == state[TOTAL] and (has_tables or (is_rooted and index > 0)):
+                if kernel != 0:
+                    call_kernel(kernel, sources, nranks, target + done, length)
+            if index + 1 == state[TOTAL] and (
+                has_tables
+                or (is_rooted and index > 0)
+                or (is_receiver and has_any_input(state, senders))
+            ):
                 publish(base + DONE, first + LAST_ROUND)
             elif index >= 0 and state[TOTAL] > 1 and is_receiver:
                 publish(base + DONE, first + index)
             state[STEP] = _DEPOSIT
             state[ROUND] = index + 1
+        if state[MODE] == DIRECT:
+            result = wait_until_done(state, address, receivers, first + LAST_ROUND)
+            if result != FINISHED:
+                return result
+        has_reached = is_receiver and has_any_input(state, senders)
+        if has_reached and not have_stayed(state, address, senders):
+            return WAITING
         stream_fence()
         note_end(state, address, given)
         return finish(state)

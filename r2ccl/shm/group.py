@@ -30,7 +30,6 @@ from r2ccl.shm.layout import (
     EXCLUSIVE,
     FROM_ROOT,
     MAX_NRANKS,
-    REACHING,
     SHARED,
     SLOT_NBYTES,
     TO_ROOT,
@@ -45,6 +44,7 @@ from r2ccl.shm.passing import (
     SegmentListener,
     pass_segments,
 )
+from r2ccl.shm.reading import offer_word
 from r2ccl.shm.repeat import Repeat, Role, preload_repeat, repeat_of
 from r2ccl.shm.rings import Rings, preload_rings
 from r2ccl.shm.robust_mutex import ExitWatch
@@ -77,6 +77,7 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 _EXCHANGE = "r2ccl.shm.exchange:make_exchange"
 _PIPELINE = "r2ccl.shm.allreduce:make_allreduce"
 _SCAN = "r2ccl.shm.scan:make_scan"
+_TRY_TO_READ = "r2ccl.shm.reading:make_try_to_read"
 _WAKE_ALL = "r2ccl.shm.waiting:make_wake_all"
 
 #: Allreduces whose bytes times ranks are at most this number exchange whole inputs, which takes one
@@ -88,6 +89,13 @@ FLAT_NBYTES = 1 << 15
 #: ranks: with slots, the root can run ahead, which saves context switches if there are more ranks
 #: than cores.
 REACHED_NBYTES, SHARE_NBYTES, ROOTED_NBYTES = 1 << 12, 1 << 11, 1 << 14
+#: Smallest parts, in bytes, that peers read from arrays in memory that only their owner maps
+#: (`r2ccl.shm.reading`), for the collectives that do so. Those without a root find out whether this
+#: is faster (`r2ccl.shm.transfer`). Without it, the root of a scatter would copy all parts.
+_LEAST_READ = dict.fromkeys(
+    (Collective.ALLGATHER, Collective.ALLTOALL, Collective.ALLTOALLV), 1 << 17
+) | dict.fromkeys((Collective.SCATTER, Collective.SCATTERV), 1 << 20)
+_NEVER = 1 << 62
 #: Minimum number of chunks of an allreduce, and, per rank, of pieces of a scan, so that their steps
 #: overlap; there are fewer if chunks or pieces would have less than `_CHUNK_NBYTES`.
 _NCHUNKS = 4
@@ -165,8 +173,11 @@ class LocalGroup:
         attend: Attend,
         on_exit: Callable[[int], None],
         make_symmetric: Callable[[npt.NDArray[np.int64]], SymmetricMemory],
+        offered: npt.NDArray[np.int64],
     ) -> None:
         self._place = place
+        #: Word that peers try to read, see `offer_word`.
+        self._offered = offered
         self.rank = place.index
         self._nranks = len(place.ranks)
         self._own = own
@@ -180,6 +191,7 @@ class LocalGroup:
         self.symmetric = make_symmetric(self._memory)
         self._state = int(self._memory.ctypes.data)
         self._wake_all = callable_of(_WAKE_ALL)
+        callable_of(_TRY_TO_READ)(self._state)
         #: Held by `wake`, so that `close` waits for it; re-entrant for signal handlers.
         self._wakes = RLock()
         self._is_closed = False
@@ -244,6 +256,7 @@ class LocalGroup:
         """
         place = Place(tuple(ranks), index, communicator)
         problem, own, host = obstacle or UNSUPPORTED, None, bytes(_HOST_NBYTES)
+        offered = np.empty(0, np.int64)
         if len(ranks) > MAX_NRANKS:
             problem = (
                 f"there are {len(ranks)} ranks on one host, but at most {MAX_NRANKS} can share "
@@ -259,6 +272,7 @@ class LocalGroup:
         if not problem:
             try:
                 host, own = _host_of_process(), Segment.create_of_group(len(ranks))
+                offered = offer_word(own)
             except OSError as exc:
                 problem = f"/proc/self/ns: {describe_os_error(exc)}"
             except TransportError as exc:
@@ -282,7 +296,7 @@ class LocalGroup:
             for peer in peers.values():
                 on_error.callback(peer.close)
             own.close_descriptor()
-            group = cls(own, peers, place, attend, on_exit, make_symmetric)
+            group = cls(own, peers, place, attend, on_exit, make_symmetric, offered)
             on_error.pop_all()
             return group
 
@@ -370,14 +384,14 @@ class LocalGroup:
             words[layout.LOOP_TABLES] = data_of(tables)
         elif source_parts or target_parts:
             nbytes //= n
-        if parts is None and nbytes >= _least_reached(call.collective, n):
-            flags |= REACHING
         words |= {
             layout.LOOP_FLAGS: flags,
             layout.LOOP_NBYTES: nbytes,
             layout.LOOP_SOURCE_STEP: source_parts * nbytes,
             layout.LOOP_TARGET_STEP: target_parts * nbytes,
             layout.LOOP_ROOT: call.root,
+            layout.LOOP_LEAST_REACHED: _least_reached(call.collective, n),
+            layout.LOOP_LEAST_READ: _LEAST_READ.get(Collective(call.collective), _NEVER),
         }
         return LocalCall.make(_EXCHANGE, words, tables)
 
@@ -571,7 +585,7 @@ class LocalGroup:
         if result == DIFFERS_IN_SIZE:
             assert call.tables is not None
             is_shared = call.words[layout.LOOP_FLAGS] & SHARED
-            row = layout.LENGTHS + layout.ROW_NBYTES * (ncalls % layout.NHEADERS)
+            row = layout.PARTS + 2 * layout.ROW_NBYTES * (ncalls % layout.NHEADERS)
             sent = int(segment.words[row // 8 + (index if is_shared else self.rank)])
             wanted = int(call.tables[1, 1, index])
             return CallsDiffer(index, signature, signature, sent, wanted)
@@ -628,7 +642,7 @@ def preload() -> None:
         If `r2ccl.kernels.native.callable_of` raises it.
     """
     if not UNSUPPORTED:
-        for maker in (_EXCHANGE, _PIPELINE, _WAKE_ALL):
+        for maker in (_EXCHANGE, _PIPELINE, _TRY_TO_READ, _WAKE_ALL):
             callable_of(maker)
         preload_repeat()
         preload_rings()

@@ -56,6 +56,11 @@ LEFT = 3 * LINE_NBYTES
 #: Mutex that the owner holds as long as it uses the segment: a ``pthread_mutex_t``, of 40 or 48
 #: bytes, and a flag. See `r2ccl.shm.robust_mutex`.
 MUTEX = 4 * LINE_NBYTES
+#: Number of the owner's process; address of a word in the memory of this process that is not
+#: shared, and its value; 1 if the owner can read the memory of all other ranks. See
+#: `r2ccl.shm.reading`.
+PID = 5 * LINE_NBYTES
+PROBE, TOKEN, CAN_READ = PID + 8, PID + 16, PID + 24
 #: Headers of the owner's latest calls, `LINE_NBYTES` each; call c has header ``c % NHEADERS``. The
 #: first word is the number of the first round of the call. It is stored after the other words, and
 #: after the data of this round.
@@ -70,12 +75,15 @@ BATCH = 4
 #: Further words of a header: packed signature of the call; number of stage slots that the owner's
 #: earlier calls have used.
 SIGNATURE, FIRST_SLOT = 8, 16
-#: Words of a header in calls that may use arrays directly: the places of input and output, see
+#: Further word of a header, except in scans: duration of the last call of the same kind, and its
+#: transfer; 0: not known. See `r2ccl.shm.transfer`.
+LAST = 24
+#: Further words of a header, except in scans: the places of input and output, see
 #: `r2ccl.shm.places`; 0: no place.
 INPUT, OUTPUT = 32, 40
-#: For each header, a row of bytes that the owner sends to each rank, for collectives whose parts
-#: differ in size.
-LENGTHS = 32 * LINE_NBYTES
+#: For each header, two rows with one word per rank, for collectives whose parts differ in size: the
+#: number of bytes that the owner sends to the rank, and their offset in the owner's input.
+PARTS = 32 * LINE_NBYTES
 MAX_NRANKS = 256
 ROW_NBYTES = 8 * MAX_NRANKS
 #: Slots of data: `NSLOTS` stage slots, then `NRESULTS` result slots, at least 3. The stage slots
@@ -83,7 +91,7 @@ ROW_NBYTES = 8 * MAX_NRANKS
 #: written is slow while both have it in that cache. Measured with caches of 1 MiB and 2 ranks, for
 #: 3 stage slots of 128 KiB and for 8 of 256 KiB: broadcast of 4 MiB 550 and 190 us, allreduce 550
 #: and 350 us.
-SLOTS = LENGTHS + NHEADERS * ROW_NBYTES
+SLOTS = PARTS + 2 * NHEADERS * ROW_NBYTES
 SLOT_NBYTES = 1 << 18
 NSLOTS, NRESULTS = 8, 4
 RESULTS = SLOTS + NSLOTS * SLOT_NBYTES
@@ -131,13 +139,12 @@ HOME = 17
 OWN_SYMMETRIC, NSYMMETRIC, SYMMETRIC = 18, 19, 20
 #: Words of a row of the first table: address of the first byte, end (exclusive), segment number.
 ROW_NWORDS = 3
-#: Mode of the data transfer of the call, see the values below; number of calls that began again,
-#: which `NCALLS` counts twice.
+#: Whether peers access this rank's arrays in the call, see the values below; number of calls that
+#: began again, which `NCALLS` counts twice.
 MODE, NREPEATED = 21, 22
-#: 1 if this rank writes its slots past the caches in this call; time at which all ranks had begun
-#: the call, in nanoseconds, or 0: do not measure; space for a ``struct timespec``. See
-#: `r2ccl.shm.storing`.
-IS_PAST_CACHES, BEGUN_NS, TIME = 23, 24, 25
+#: Transfer of the call; time at which all ranks had begun the call, in nanoseconds, or 0: do not
+#: measure; space for a ``struct timespec``. See `r2ccl.shm.transfer`.
+TRANSFER, BEGUN_NS, TIME = 23, 24, 25
 #: For each stage slot, the number of the round that used it last.
 USES = 27
 #: Addresses of the segments of all ranks; then one word per rank for the inputs of a kernel; then
@@ -161,7 +168,7 @@ def set_sleep(state: npt.NDArray[np.int64], duration_ns: int) -> None:
     state[[SLEEP_S, SLEEP_NS]] = divmod(duration_ns, 1_000_000_000)
 
 
-# Values of MODE: not known yet; data moves through slots; data moves between the arrays directly.
+# Values of MODE: not known yet; peers do not access the arrays; they do.
 
 UNDECIDED, STAGED, DIRECT = 0, 1, 2
 
@@ -193,12 +200,19 @@ LOOP_KERNEL = 3
 #: Size of the data in bytes, and maximum size of a chunk or piece; see the loops.
 LOOP_NBYTES, LOOP_MOST = 4, 5
 LOOP_SOURCE_STEP, LOOP_TARGET_STEP, LOOP_TABLES, LOOP_ROOT = 6, 7, 8, 9
-#: Shortest recent durations of the call with slots written to the caches, and past them, in
-#: nanoseconds; 0: not measured yet.
-LOOP_CACHED_NS, LOOP_PAST_NS = 10, 11
-#: Number of calls that chose between these two ways.
-LOOP_NCALLS = 12
-LOOP_NWORDS = 13
+#: Smallest parts, in bytes, that peers read directly from memory that all ranks map; and from other
+#: memory (`r2ccl.shm.reading`). An allreduce compares its whole input.
+LOOP_LEAST_REACHED, LOOP_LEAST_READ = 10, 11
+#: Usual duration of the call with each transfer of `r2ccl.shm.transfer`, in nanoseconds; 0: not
+#: measured yet.
+LOOP_TRANSFERS_NS = 12
+#: Number of calls that chose a transfer.
+LOOP_NCALLS = 15
+#: Duration and transfer of the last call, as in the header; 0: not measured.
+LOOP_LAST = 16
+#: Transfer of the call before the last.
+LOOP_BEFORE = 17
+LOOP_NWORDS = 18
 
 # Flags of a prepared call.
 
@@ -208,8 +222,6 @@ EXCLUSIVE = 1
 SHARED = 2
 #: Only the root sends; only the root receives.
 FROM_ROOT, TO_ROOT = 4, 8
-#: Peers may read inputs directly.
-REACHING = 16
 
 __all__ = [
     "AWAITED",
@@ -217,6 +229,7 @@ __all__ = [
     "BATCH",
     "BEGUN_NS",
     "CALL_STEP",
+    "CAN_READ",
     "CHANGED",
     "CPU",
     "CPU_SET_NBYTES",
@@ -231,25 +244,27 @@ __all__ = [
     "HEADERS",
     "HOME",
     "INPUT",
-    "IS_PAST_CACHES",
+    "LAST",
     "LAST_ROUND",
     "LEFT",
-    "LENGTHS",
     "LINE_NBYTES",
-    "LOOP_CACHED_NS",
+    "LOOP_BEFORE",
     "LOOP_FLAGS",
     "LOOP_FORM",
     "LOOP_KERNEL",
+    "LOOP_LAST",
+    "LOOP_LEAST_REACHED",
+    "LOOP_LEAST_READ",
     "LOOP_MOST",
     "LOOP_NBYTES",
     "LOOP_NCALLS",
     "LOOP_NWORDS",
-    "LOOP_PAST_NS",
     "LOOP_ROOT",
     "LOOP_SIGNATURE",
     "LOOP_SOURCE_STEP",
     "LOOP_TABLES",
     "LOOP_TARGET_STEP",
+    "LOOP_TRANSFERS_NS",
     "MAX_NRANKS",
     "MISSES",
     "MODE",
@@ -267,9 +282,11 @@ __all__ = [
     "OUTPUT",
     "OWN_SYMMETRIC",
     "PAGE_NBYTES",
+    "PARTS",
+    "PID",
     "POSTED",
+    "PROBE",
     "RANK",
-    "REACHING",
     "RESULTS",
     "ROUND",
     "ROUND_BITS",
@@ -293,8 +310,10 @@ __all__ = [
     "STREAM_NBYTES",
     "SYMMETRIC",
     "TIME",
+    "TOKEN",
     "TOTAL",
     "TO_ROOT",
+    "TRANSFER",
     "UNDECIDED",
     "USES",
     "WAITERS",

@@ -13,8 +13,8 @@ from r2ccl.shm.layout import CPU_SET_NBYTES
 
 MACHINE = platform.machine()
 #: Numbers of futex(2), sched_setaffinity(2) and sched_getaffinity(2), by machine (asm/unistd.h).
-_NUMBERS = {"x86_64": (202, 203, 204), "aarch64": (98, 122, 123)}
-SYSTEM_CALLS = _NUMBERS.get(MACHINE, (0, 0, 0))
+_NUMBERS = {"x86_64": (202, 203, 204, 310), "aarch64": (98, 122, 123, 270)}
+SYSTEM_CALLS = _NUMBERS.get(MACHINE, (0, 0, 0, 0))
 #: Reason why this machine cannot run the compiled functions; empty if it can.
 UNSUPPORTED = ""
 if MACHINE not in _NUMBERS:

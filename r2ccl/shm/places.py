@@ -1,12 +1,14 @@
-"""Compiled steps that find arrays in memory which all ranks map; see `r2ccl.shm.symmetric`.
+"""Compiled steps by which a rank lets its peers access an array directly.
 
-The *place* of such an array is a word that has the same meaning on all ranks: the number of its
-segment and the offset in it. In the first round of a call that allows direct access, each rank
-publishes in its header the places that its arrays have, so all ranks know how the call continues:
+The *place* of an array is a word that all ranks understand. If all ranks map the memory of the
+array (`r2ccl.shm.symmetric`), it has the number of the segment and the offset in it. Otherwise it
+is `UNMAPPED` and the address in the owner's process, whose memory peers may read
+(`r2ccl.shm.reading`).
 
-- If all ranks that send have published places, peers access the arrays directly.
-- If none of them has, data passes through slots.
-- If only some of them have, all ranks begin the call again and then publish no places.
+Each rank publishes in its header the place of its input, or no place. Peers access an input with a
+place directly; the data of all other ranks passes through slots. In an allreduce, peers access the
+arrays of all ranks or of none. If only some ranks have published places, all ranks begin the call
+again and then publish none.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ from r2ccl.shm.layout import (
 from r2ccl.shm.rounds import begin, first_round, header_of
 from r2ccl.shm.waiting import wait
 
+#: The highest bit of a word.
+UNMAPPED = -(1 << 63)
+_ADDRESS_MASK = (1 << 63) - 1
 _OFFSET_BITS = 44
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 
@@ -68,27 +73,43 @@ def publish_places(state: Any, source: Any, target: Any) -> None:
 
 
 @inlined
+def has_input(state: Any, peer: Any) -> Any:
+    """Return whether the header of rank `peer` has the place of its input."""
+    return load_acquire(header_of(state, peer, first_round(state)) + INPUT) != 0
+
+
+@inlined
+def has_any_input(state: Any, peers: Any) -> Any:
+    """Return whether `has_input` of another rank in the range `peers` is True."""
+    ninputs = 0
+    for peer in peers:
+        ninputs += peer != state[RANK] and has_input(state, peer)
+    return ninputs > 0
+
+
+@inlined
 def input_of(state: Any, peer: Any) -> Any:
     """Return the address in this process of the input of rank `peer`.
 
-    The header of that rank must have the place of the array.
+    The header of that rank must have its place, in memory that all ranks map.
     """
     return _address_of(state, peer, INPUT)
 
 
 @inlined
 def output_of(state: Any, peer: Any) -> Any:
-    """Return the address in this process of the output of rank `peer`.
-
-    The header of that rank must have the place of the array.
-    """
+    """Return the address in this process of the output of rank `peer`; see `input_of`."""
     return _address_of(state, peer, OUTPUT)
 
 
 @inlined
-def has_input(state: Any, peer: Any) -> Any:
-    """Return whether the header of rank `peer` has the place of its input."""
-    return load_acquire(header_of(state, peer, first_round(state)) + INPUT) != 0
+def unmapped_input_of(state: Any, peer: Any) -> Any:
+    """Return the address, in the process of rank `peer`, of its input; 0 if all ranks map it.
+
+    The header of that rank must have its place.
+    """
+    place = load_acquire(header_of(state, peer, first_round(state)) + INPUT)
+    return place & _ADDRESS_MASK if place < 0 else 0
 
 
 @inlined
@@ -96,17 +117,23 @@ def have_stayed(state: Any, address: Any, peers: Any) -> Any:
     """Return whether the arrays of the ranks in the range `peers` were unchanged during an access.
 
     Call this function after a direct access to these arrays. If a rank has left the call with an
-    error, it may have changed its arrays before they were read. Then sleep, store the rank in
-    AWAITED, and return False.
+    error, it may have changed its arrays before they were read. Then call `sleep_for` and return
+    False.
     """
     fence()
     for peer in peers:
         if load_acquire(state[BASES + peer] + LEFT) != 0:
-            state[AWAITED] = peer
-            word = state[BASES + peer] + DONE
-            wait(state, address, word, load_acquire(word) + 1)
+            sleep_for(state, address, peer)
             return False
     return True
+
+
+@inlined
+def sleep_for(state: Any, address: Any, peer: Any) -> None:
+    """Sleep once because of rank `peer`, whose array cannot be used; store the rank in AWAITED."""
+    state[AWAITED] = peer
+    word = state[BASES + peer] + DONE
+    wait(state, address, word, load_acquire(word) + 1)
 
 
 @inlined
@@ -129,11 +156,15 @@ def _address_of(state: Any, peer: Any, offset: Any) -> Any:
 
 
 __all__ = [
+    "UNMAPPED",
     "begin_anew",
+    "has_any_input",
     "has_input",
     "have_stayed",
     "input_of",
     "output_of",
     "place_of",
     "publish_places",
+    "sleep_for",
+    "unmapped_input_of",
 ]

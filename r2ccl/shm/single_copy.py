@@ -11,7 +11,8 @@ from typing import Any
 from r2ccl.kernels.compiling import inlined
 from r2ccl.shm.atomics import call_kernel, words_at
 from r2ccl.shm.layout import BASES, NRANKS, RANK, SCRATCH, SCRATCH_NBYTES, STREAM_NBYTES
-from r2ccl.shm.places import input_of, output_of
+from r2ccl.shm.places import input_of, output_of, unmapped_input_of
+from r2ccl.shm.reading import read_array
 from r2ccl.shm.rounds import copy
 
 
@@ -55,39 +56,21 @@ def reduce_share(state: Any, sources: Any, nbytes: Any, kernel: Any) -> None:
 
 
 @inlined
-def reduce_inputs(
-    state: Any, sources: Any, offset: Any, kernel: Any, target: Any, nbytes: Any
-) -> None:
-    """Reduce `nbytes` bytes of the inputs of all ranks, from `offset` on, to address `target`.
+def copy_input(
+    state: Any, peer: Any, offset: Any, target: Any, nbytes: Any, is_streamed: Any
+) -> Any:
+    """Copy `nbytes` bytes, from `offset` on, of the input of rank `peer` to address `target`.
 
-    `sources` is the address of a table of one word per rank, which the function fills with
-    addresses in the inputs, and `kernel` the address of a kernel of `r2ccl.kernels.fold`.
+    Return False if the memory of the rank cannot be read, because the rank ends.
+
+    If `is_streamed`, the bytes may be written past the caches: the caller must call
+    `r2ccl.shm.atomics.stream_fence` before it tells other ranks that they are written.
     """
-    nranks = state[NRANKS]
-    kernel_sources = words_at(sources)
-    for peer in range(nranks):
-        kernel_sources[peer] = input_of(state, peer) + offset
-    call_kernel(kernel, sources, nranks, target, nbytes)
+    unmapped = unmapped_input_of(state, peer)
+    if unmapped != 0:
+        return read_array(state, peer, target, unmapped + offset, nbytes)
+    copy(target, input_of(state, peer) + offset, nbytes, is_streamed)
+    return True
 
 
-@inlined
-def copy_inputs(
-    state: Any, senders: Any, offset: Any, target: Any, step: Any, nbytes: Any, is_streamed: Any
-) -> None:
-    """Copy `nbytes` bytes, from `offset` on, of the input of each rank in the range `senders`.
-
-    The bytes of rank s are copied to address ``target + s * step``. Each rank begins with its own
-    input and continues with that of the next rank, so that the ranks do not all read the same
-    memory at the same time. If `is_streamed`, the bytes are written past the caches: the caller
-    must call `r2ccl.shm.atomics.stream_fence` before it tells other ranks that they are written.
-    """
-    rank, nranks = state[RANK], state[NRANKS]
-    for number in range(nranks):
-        peer = (rank + number) % nranks
-        if senders.start <= peer < senders.stop:
-            at, to = input_of(state, peer) + offset, target + peer * step
-            if at != to:
-                copy(to, at, nbytes, is_streamed)
-
-
-__all__ = ["copy_inputs", "reduce_inputs", "reduce_share"]
+__all__ = ["copy_input", "reduce_share"]

@@ -22,13 +22,15 @@ from r2ccl.dtypes import CODES, DTYPES, dtype_name
 from r2ccl.shm import group as group_module
 from r2ccl.shm.group import CallsDiffer, LocalGroup
 from r2ccl.shm.layout import (
-    LOOP_CACHED_NS,
+    LOOP_KERNEL,
+    LOOP_LEAST_READ,
     LOOP_NCALLS,
-    LOOP_PAST_NS,
+    LOOP_TRANSFERS_NS,
     NSLOTS,
     SLOT_NBYTES,
 )
 from r2ccl.shm.local_call import LocalCall
+from r2ccl.shm.transfer import CACHED, PAST_CACHES, READ
 from r2ccl.types import PREFIXES, CallSignature, Collective, ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -120,7 +122,7 @@ def check_reductions(host: Host, dtypes: list[str]) -> list[str]:
 
 
 def durations(host: Host, nbytes: int) -> list[bool]:
-    """Return for either way to write slots whether calls of `nbytes` have measured it."""
+    """Return for each transfer through slots whether calls of `nbytes` have measured it."""
     group = host.connect()
     x = np.ones(nbytes // 4, np.float32)
     prepared = group.prepare(CallSignature(Collective.ALLREDUCE, _F32, ReduceOp.SUM, x.size))
@@ -129,25 +131,21 @@ def durations(host: Host, nbytes: int) -> list[bool]:
         assert (x == host.nranks).all()
         x[:] = 1
     group.close()
-    return [bool(prepared.words[at]) for at in (LOOP_CACHED_NS, LOOP_PAST_NS)]
+    return [bool(prepared.words[LOOP_TRANSFERS_NS + each]) for each in (CACHED, PAST_CACHES)]
 
 
 def check_matrix(
-    host: Host, dtypes: list[str], cache_nbytes: int | None = None, is_past_caches: bool = False
+    host: Host, dtypes: list[str], cache_nbytes: int | None = None, transfer: int = CACHED
 ) -> list[str]:
     """Return the cases of all collectives and sizes in which a result is wrong.
 
-    Outputs that exceed a share of `cache_nbytes` are written past the caches, and with
-    `is_past_caches` slots, too.
+    Outputs that exceed a share of `cache_nbytes` are written past the caches. Calls use `transfer`
+    if they can.
     """
     if cache_nbytes is not None:
         group_module._cache_nbytes = lambda: cache_nbytes
-    if is_past_caches:
-        make, tried = (
-            LocalCall.make,
-            {LOOP_CACHED_NS: 1 << 60, LOOP_PAST_NS: 1, LOOP_NCALLS: 99},
-        )
-        LocalCall.make = lambda maker, words, *rest: make(maker, words | tried, *rest)  # type: ignore[method-assign]
+    if transfer != CACHED:
+        prefer(transfer)
     group = host.connect()
     wrong = [
         f"{name} of {size} elements of {dtype_name(code)}"
@@ -158,6 +156,20 @@ def check_matrix(
     ]
     group.close()
     return wrong
+
+
+def prefer(transfer: int) -> None:
+    """Let calls that this process prepares use `transfer`, as if it had been the fastest so far."""
+    make = LocalCall.make
+
+    def made(maker: str, words: dict[int, int], *rest: Any) -> LocalCall:
+        words = words | {LOOP_TRANSFERS_NS: 1 << 60, LOOP_TRANSFERS_NS + transfer: 1}
+        words[LOOP_NCALLS] = 99
+        if transfer == READ and not words.get(LOOP_KERNEL):
+            words[LOOP_LEAST_READ] = 1
+        return make(maker, words, *rest)
+
+    LocalCall.make = made  # type: ignore[method-assign]
 
 
 def _cases(

@@ -20,6 +20,7 @@ from r2ccl.shm import layout, symmetric
 from r2ccl.shm.group import LocalCall, LocalGroup
 from r2ccl.shm.layout import FINISHED
 from r2ccl.shm.segment import Segment
+from r2ccl.shm.transfer import READ
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -46,7 +47,7 @@ class Moved:
 
     def __init__(self, group: LocalGroup, memory: Array, is_moved: Callable[[str], bool]) -> None:
         self.prepare = group.prepare
-        self.modes: list[int] = []
+        self.reached: list[bool] = []
         self._group, self._memory, self._is_moved = group, memory, is_moved
 
     def run(self, call: LocalCall, x: Array, out: Array) -> None:
@@ -67,7 +68,9 @@ class Moved:
 
     def _run(self, call: LocalCall, x: Array, out: Array) -> None:
         self._group.run(call, x, out)
-        self.modes.append(int(self._group._memory[layout.MODE]))
+        state = self._group._memory
+        is_reached = state[layout.MODE] == layout.DIRECT and state[layout.TRANSFER] != READ
+        self.reached.append(bool(is_reached))
 
     def _copied(self, array: Array, at: int) -> Array:
         copied = self._memory[at : at + array.nbytes].view(array.dtype)
@@ -99,7 +102,7 @@ def check_matrix(host: Host, where: str) -> tuple[list[str], int, int]:
     nanew = int(group._memory[layout.NREPEATED])
     del memory, moved._memory
     group.close()
-    return wrong, sum(mode == layout.DIRECT for mode in moved.modes), nanew
+    return wrong, sum(moved.reached), nanew
 
 
 def _cases(moved: Any, host: Host, size: int) -> Iterator[tuple[str, Array, Array]]:
@@ -238,9 +241,12 @@ def _count_mapped() -> int:
 def leave(host: Host, which: str) -> list[str]:
     """Rank 1 leaves a call, as after an error, before rank 0 has finished it; return what they do.
 
-    Rank 0 may have read what rank 1 has written into its array since.
+    Rank 0 may have read what rank 1 has written into its array since. In an allgather, it reads the
+    memory of the process of rank 1.
     """
     said = []
+    if which == "ALLGATHER":
+        local_programs.prefer(READ)
 
     def attend(resume: Callable[[], bool], call: int) -> None:
         until_s = time.monotonic() + 0.3
@@ -250,8 +256,12 @@ def leave(host: Host, which: str) -> list[str]:
 
     group = host.connect(attend=attend)
     array = allocate(group, host, 1 << 20).view(np.float32)
+    if which == "ALLGATHER":
+        array = np.empty(array.size, np.float32)
     array[:] = 1
-    out = np.zeros_like(array)
+    out = np.zeros(host.nranks * array.size, np.float32)
+    if which != "ALLGATHER":
+        out = out[: array.size]
     host.exchange(b"x")
     if host.index == 1:
         group.leave(None)

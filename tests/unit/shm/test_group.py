@@ -23,8 +23,8 @@ from r2ccl.shm import group as group_module
 from r2ccl.shm import passing
 from r2ccl.shm.group import LocalGroup
 from r2ccl.shm.layout import BATCH
-from r2ccl.shm.storing import LEAST_NBYTES
 from r2ccl.shm.symmetric import SymmetricMemory
+from r2ccl.shm.transfer import LEAST_NBYTES, PAST_CACHES
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 # A slow case compiles the kernels of all dtypes and ops: 35 s of CPU time.
@@ -63,7 +63,7 @@ def test_results_written_past_the_caches_are_exact(dtypes):
 @pytest.mark.parametrize("nranks", slow_but([2], [2, 3, 5]))
 def test_slots_written_past_the_caches_give_exact_results(nranks):
     wanted = [["value", []]] * nranks
-    assert _run(nranks, "check_matrix", ["float32", "uint8"], None, True) == wanted
+    assert _run(nranks, "check_matrix", ["float32", "uint8"], None, PAST_CACHES) == wanted
 
 
 def test_only_calls_of_some_size_choose_how_to_write_slots():

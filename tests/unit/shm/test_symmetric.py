@@ -31,11 +31,11 @@ def test_inputs_that_peers_reach_suffice():
         assert nanew == 0
 
 
-def test_calls_begin_anew_if_peers_reach_arrays_of_some_ranks():
-    found = _run(3, "check_matrix", "even")
-    assert [wrong for wrong, _, _ in found] == [[]] * 3
-    assert len({tuple(counts) for _, *counts in found}) == 1
-    assert found[0][2] > 20
+def test_peers_reach_the_arrays_of_some_ranks():
+    for rank, (wrong, ndirect, nanew) in enumerate(_run(3, "check_matrix", "even")):
+        assert wrong == []
+        assert nanew > 5  # allreduces
+        assert ndirect > 40 if rank % 2 == 0 else ndirect == 0
 
 
 def test_other_arrays_pass_through_slots():
@@ -76,7 +76,7 @@ def test_failed_allocations_fail_on_all_ranks(what, text):
         assert re.search(text, said), said
 
 
-@pytest.mark.parametrize("which", ["ALLREDUCE", "REDUCE", "BROADCAST"])
+@pytest.mark.parametrize("which", ["ALLREDUCE", "REDUCE", "BROADCAST", "ALLGATHER"])
 def test_no_call_finishes_with_the_array_of_a_rank_that_left(which):
     assert _run(2, "leave", which)[0] == ["left"]
 

@@ -1,0 +1,104 @@
+"""Reading of the memory of other ranks' processes: process_vm_readv(2).
+
+Linux allows it between processes of one user, unless a security module, a filter of system calls,
+or the process that is read forbids it; Yama, for example, with ``ptrace_scope`` 1 or more. Each
+rank therefore tries to read a word of each peer when the group is made, and tells in its segment
+whether it can. Where a rank cannot, all data passes through memory that the ranks share.
+
+Data that is read is copied once instead of twice, and needs no slots, but the kernel looks up each
+page of the array.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.kernels.arrays import data_of
+from r2ccl.kernels.compiling import inlined
+from r2ccl.shm.atomics import load_acquire, read_memory, store_release, words_at
+from r2ccl.shm.layout import BASES, CAN_READ, NRANKS, PID, PROBE, RANK, TIME, TOKEN
+from r2ccl.shm.segment import Segment
+
+#: Largest number of bytes that one system call reads, because Ctrl-C waits for its end.
+_MOST_NBYTES = 1 << 26
+
+
+def offer_word(own: Segment) -> npt.NDArray[np.int64]:
+    """Publish the place and the value of a word that peers try to read; return the word.
+
+    Call this function before peers map the segment `own`, and keep the word.
+    """
+    word = np.frombuffer(secrets.token_bytes(8), np.int64)
+    own.words[PID // 8], own.words[PROBE // 8] = os.getpid(), data_of(word)
+    own.words[TOKEN // 8] = word[0]
+    return word
+
+
+def make_try_to_read() -> Callable[[int], int]:
+    """Return the function ``try_to_read``, which `r2ccl.kernels.native` compiles.
+
+    Its argument is the address of this rank's state (`r2ccl.shm.layout`). It tries to read the
+    words of all peers, stores in this rank's segment whether it can, and returns this.
+    """
+
+    def try_to_read(address: Any) -> Any:
+        state, at = words_at(address), address + 8 * TIME
+        can_read = 1
+        for peer in range(state[NRANKS]):
+            segment = state[BASES + peer]
+            if peer != state[RANK]:
+                state[TIME] = ~load_acquire(segment + TOKEN)
+                is_read = read_array(state, peer, at, load_acquire(segment + PROBE), 8)
+                if not is_read or load_acquire(at) != load_acquire(segment + TOKEN):
+                    can_read = 0
+        store_release(state[BASES + state[RANK]] + CAN_READ, can_read)
+        return can_read
+
+    return try_to_read
+
+
+@inlined
+def can_all_read(state: Any) -> Any:
+    """Return whether all ranks have told that they can read the memory of all others."""
+    nable = 0
+    for peer in range(state[NRANKS]):
+        nable += load_acquire(state[BASES + peer] + CAN_READ)
+    return nable == state[NRANKS]
+
+
+@inlined
+def is_readable(state: Any, address: Any, start: Any, nbytes: Any) -> Any:
+    """Return whether peers that can read this process can read the `nbytes` bytes at `start`.
+
+    The memory of a device, mapped into the process, cannot be read. `address` is that of the state.
+    """
+    at = address + 8 * TIME
+    if not read_array(state, state[RANK], at, start, 1):
+        return False
+    return read_array(state, state[RANK], at, start + nbytes - 1, 1)
+
+
+@inlined
+def read_array(state: Any, peer: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """Copy `nbytes` bytes at address `source` of the process of rank `peer` to address `target`.
+
+    Return False if the process has ended, or has no such memory.
+    """
+    process = load_acquire(state[BASES + peer] + PID)
+    done = 0
+    while done < nbytes:
+        length = min(nbytes - done, _MOST_NBYTES)
+        nread = read_memory(process, target + done, source + done, length)
+        if nread <= 0:
+            return False
+        done += nread
+    return True
+
+
+__all__ = ["can_all_read", "is_readable", "make_try_to_read", "offer_word", "read_array"]

@@ -1,0 +1,164 @@
+"""Compiled choice of a call's transfer: how a rank passes its data to its peers.
+
+- CACHED: the rank copies the data into slots, which stay in the caches.
+- PAST_CACHES: it writes the slots past the caches, to memory.
+- READ: it uses no slots; the peers read its array (`r2ccl.shm.reading`). Only calls that copy large
+  parts may do so.
+
+Which transfer is fastest depends on the cores of the ranks. If they share a last-level cache, the
+peer finds slots there. If not, it fetches each line from the other core's cache, which takes
+several times as long as reading memory. The scheduler, or a hypervisor, may move a rank to another
+core at any time. Each prepared call therefore uses each transfer for some calls at first, remembers
+how long they usually take, and then uses the fastest, except in some calls, which are trials of any
+transfer. A transfer is used for several calls in a row, because the first one finds in the caches
+what another transfer has left there.
+
+All ranks must use the same transfer to gain by it. Each rank therefore tells, in the header of its
+next call of the same kind, how long the last one took. All ranks then learn from the same numbers,
+and choose alike. If they do not, for example because one has prepared its call anew, they learn
+nothing from the call.
+
+Small calls (see `LEAST_NBYTES`), calls with a root, and scans do not choose: they use CACHED.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from r2ccl.kernels.compiling import inlined
+from r2ccl.shm.atomics import clock_ns, load_acquire, store_release
+from r2ccl.shm.layout import (
+    BEGUN_NS,
+    LAST,
+    LOOP_BEFORE,
+    LOOP_LAST,
+    LOOP_NCALLS,
+    LOOP_TRANSFERS_NS,
+    NRANKS,
+    RANK,
+    TIME,
+    TRANSFER,
+)
+from r2ccl.shm.rounds import first_round, header_of
+
+CACHED, PAST_CACHES, READ = 0, 1, 2
+
+#: Smallest size in bytes of a part, or of the input of an allreduce, for which a call chooses.
+LEAST_NBYTES = 1 << 14
+#: Calls use the same transfer 2**2 times in a row.
+_ROW_BITS = 2
+#: The transfers are used in turn from row 0 on, and again from these rows on and the powers of two
+#: between them, because many things may make the first calls slow.
+_FIRST_TURN, _LAST_TURN = 8, 128
+#: One of 2**6 rows is a trial, at irregular intervals, which no loop of a program can match.
+_TRIAL_BITS = 6
+_MULTIPLIER, _SHIFT = 0x9E3779B1, 20
+_DOWN_SHIFT, _UP_SHIFT = 1, 3
+#: Lowest bits of a duration that is told: the transfer.
+_TRANSFER_BITS = 2
+_TRANSFER_MASK = (1 << _TRANSFER_BITS) - 1
+
+
+@inlined
+def choose(state: Any, given: Any, nbytes: Any, may_read: Any) -> None:
+    """Choose the transfer of a call that begins, and store it in TRANSFER.
+
+    Parameters
+    ----------
+    state : pointer to int64
+    given : pointer to int64
+        Words of the prepared call.
+    nbytes : int64
+        Size in bytes of a part (the mean size, if parts differ in size) or, in an allreduce, of the
+        whole input. With less than `LEAST_NBYTES`, for example 0, the transfer is CACHED.
+    may_read : bool
+        True if the transfer may be READ.
+    """
+    state[BEGUN_NS] = 0
+    state[TRANSFER] = CACHED
+    if nbytes >= LEAST_NBYTES:
+        ntransfers = 3 if may_read else 2
+        row = given[LOOP_NCALLS] >> _ROW_BITS
+        given[LOOP_NCALLS] += 1
+        turn = _FIRST_TURN
+        while 2 * turn <= row <= _LAST_TURN:
+            turn *= 2
+        if row < ntransfers:
+            state[TRANSFER] = row
+        elif 0 <= row - turn < ntransfers:
+            state[TRANSFER] = row - turn
+        else:
+            best = CACHED
+            for each in range(1, ntransfers):
+                duration_ns = given[LOOP_TRANSFERS_NS + each]
+                if 0 < duration_ns < given[LOOP_TRANSFERS_NS + best]:
+                    best = each
+            number = row * _MULTIPLIER >> _SHIFT
+            is_trial = number & ((1 << _TRIAL_BITS) - 1) == 0
+            state[TRANSFER] = (number >> _TRIAL_BITS) % ntransfers if is_trial else best
+
+
+@inlined
+def tell(state: Any, given: Any) -> None:
+    """Write into this rank's header how long the last call of this kind took.
+
+    Call this function after `r2ccl.shm.rounds.write_header`.
+    """
+    header = header_of(state, state[RANK], first_round(state))
+    store_release(header + LAST, given[LOOP_LAST])
+
+
+@inlined
+def learn(state: Any, given: Any) -> None:
+    """Learn from the duration of the last call, which all ranks have told.
+
+    Learn nothing if the call before had another transfer. The call lasted as long as its slowest
+    rank. A duration changes the remembered one by at most one half down, or an eighth up, because
+    single calls may be slow or fast by chance.
+    """
+    last, first = given[LOOP_LAST], first_round(state)
+    given[LOOP_LAST] = 0
+    is_again = given[LOOP_BEFORE] == last & _TRANSFER_MASK
+    given[LOOP_BEFORE] = last & _TRANSFER_MASK
+    longest = last
+    for peer in range(state[NRANKS]):
+        told = load_acquire(header_of(state, peer, first) + LAST)
+        longest = max(longest, told)
+        if told == 0 or (told ^ last) & _TRANSFER_MASK != 0:
+            return
+    if last == 0 or not is_again:
+        return
+    at, duration_ns = LOOP_TRANSFERS_NS + (last & _TRANSFER_MASK), longest >> _TRANSFER_BITS
+    before = given[at]
+    if before:
+        duration_ns = max(duration_ns, before - (before >> _DOWN_SHIFT))
+        duration_ns = min(duration_ns, before + (before >> _UP_SHIFT) + 1)
+    given[at] = duration_ns
+
+
+@inlined
+def note_begin(state: Any, address: Any, given: Any) -> None:
+    """Store the time at which all ranks have begun the call, if its duration is to be told."""
+    if given[LOOP_NCALLS] > 1:  # in its first call, an array may get its memory
+        state[BEGUN_NS] = clock_ns(address + 8 * TIME)
+
+
+@inlined
+def note_end(state: Any, address: Any, given: Any) -> None:
+    """Store the duration of a call that has finished, if `note_begin` stored its beginning."""
+    if state[BEGUN_NS]:
+        duration_ns = clock_ns(address + 8 * TIME) - state[BEGUN_NS]
+        given[LOOP_LAST] = duration_ns << _TRANSFER_BITS | state[TRANSFER]
+
+
+__all__ = [
+    "CACHED",
+    "LEAST_NBYTES",
+    "PAST_CACHES",
+    "READ",
+    "choose",
+    "learn",
+    "note_begin",
+    "note_end",
+    "tell",
+]

@@ -1,0 +1,90 @@
+"""Programs of ranks that read the memory of other ranks' processes, for `local_ranks`."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from support import local_programs
+from support.local_ranks import Host
+
+from r2ccl.dtypes import CODES
+from r2ccl.shm import group as group_module
+from r2ccl.shm.group import LocalGroup
+from r2ccl.shm.layout import TOKEN, TRANSFER
+from r2ccl.shm.reading import offer_word
+from r2ccl.shm.segment import Segment
+from r2ccl.shm.transfer import READ
+from r2ccl.types import Collective
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_U8 = CODES[np.dtype(np.uint8)]
+_MEMFD_SECRET = 447
+
+
+def check_matrix(host: Host, offender: int = -1) -> tuple[list[str], int]:
+    """Run the matrix of collectives with arrays of processes that peers read.
+
+    Return the wrong cases, and the number of calls in which this rank's array was read. Peers
+    cannot read the memory of rank `offender`.
+    """
+    run, nread = LocalGroup.run, 0
+
+    def counted(self: LocalGroup, *given: Any) -> bool:
+        nonlocal nread
+        found = run(self, *given)
+        nread += int(self._memory[TRANSFER]) == READ
+        return found
+
+    LocalGroup.run = counted  # type: ignore[method-assign]
+    if host.index == offender:
+        group_module.offer_word = _offer_wrong_word  # type: ignore[attr-defined]
+    wrong = local_programs.check_matrix(host, ["float32", "uint8"], None, READ)
+    return wrong, nread
+
+
+def _offer_wrong_word(own: Segment) -> Array:
+    word = offer_word(own)
+    own.words[TOKEN // 8] ^= 1
+    return word
+
+
+def gather_secret_memory(host: Host) -> list[tuple[bool, bool]]:
+    """Allgather memory that no other process can read, then ordinary memory.
+
+    Return whether the results are right, and whether this rank's array was read.
+    """
+    local_programs.prefer(READ)
+    group, nbytes, found = host.connect(), 1 << 20, []
+    out = np.empty(host.nranks * nbytes, np.uint8)
+    wanted = np.repeat(np.arange(host.nranks, dtype=np.uint8), nbytes)
+    for x in (secret_memory(nbytes), np.empty(nbytes, np.uint8)):
+        x[:] = host.index
+        local_programs.call(group, Collective.ALLGATHER, x, out, _U8, out.size)
+        is_read = int(group._memory[TRANSFER]) == READ
+        found.append((bool((out == wanted).all()), is_read))
+    group.close()
+    return found
+
+
+def secret_memory(nbytes: int) -> Array:
+    """Return memory that only this process can read; OSError if the kernel has none."""
+    descriptor = ctypes.CDLL(None, use_errno=True).syscall(_MEMFD_SECRET, 0)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "memfd_secret")
+    try:
+        os.ftruncate(descriptor, nbytes)
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def has_secret_memory() -> bool:
+    """Return whether `secret_memory` works here."""
+    with suppress(OSError):
+        return secret_memory(4096).size > 0
+    return False
