@@ -176,6 +176,10 @@ def make_exchange() -> Loop:
                     sent = max(sent, sent_from[peer] + sent_nbytes[peer])
                 put = max(put, put_to[peer] + put_nbytes[peer])
 
+        # Whether headers have a place or zero; if parts have the same size, all ranks decide alike.
+        least = min(given[LOOP_LEAST_REACHED], given[LOOP_LEAST_READ])
+        is_reaching = has_tables or nbytes >= least
+
         if is_resumed == 0:
             begin(state, (max(most_sent, most_put) + piece - 1) // piece)
             may_read = most_sent >= given[LOOP_LEAST_READ] and can_all_read(state)
@@ -206,7 +210,9 @@ def make_exchange() -> Loop:
                     if result != FINISHED:
                         return result
                     place, to_place = 0, 0
-                    can_be_direct = is_depositor and sent > 0 and state[MODE] != STAGED
+                    can_be_direct = (
+                        is_reaching and is_depositor and sent > 0 and state[MODE] != STAGED
+                    )
                     # In an alltoall in place, peers would read what this rank overwrites.
                     if not is_whole and not is_rooted and kernel == 0:
                         is_apart = target >= source + sent or source >= target + put
@@ -225,8 +231,9 @@ def make_exchange() -> Loop:
                             place = source | UNMAPPED
                         else:
                             state[TRANSFER] = CACHED
-                    publish_places(state, place, to_place)
-                    tell(state, given)
+                    if is_reaching:
+                        publish_places(state, place, to_place)
+                        tell(state, given)
                     if not is_allreduce:
                         state[MODE] = UNDECIDED if place == 0 else DIRECT
                     if has_tables:
@@ -234,7 +241,7 @@ def make_exchange() -> Loop:
                             at = base + row + 8 * peer
                             store_release(at, sent_nbytes[peer])
                             store_release(at + ROW_NBYTES, sent_from[peer])
-                is_direct = has_input(state, rank)
+                is_direct = is_reaching and has_input(state, rank)
                 if is_depositor and not is_direct and ahead < state[TOTAL]:
                     result = claim_slot(state, address, ahead, receivers)
                     if result != FINISHED:
@@ -266,9 +273,9 @@ def make_exchange() -> Loop:
                         if load_acquire(state[BASES + peer] + row + 8 * to) != put_nbytes[peer]:
                             state[AWAITED] = peer
                             return DIFFERS_IN_SIZE
-                if not is_rooted:
+                if is_reaching and not is_rooted:
                     learn(state, given)
-                if is_allreduce:
+                if is_reaching and is_allreduce:
                     ndirect = 0
                     for peer in senders:
                         ndirect += has_input(state, peer)
@@ -287,7 +294,9 @@ def make_exchange() -> Loop:
                 for peer in senders:
                     length = put_nbytes[peer] if has_tables else nbytes
                     # The header announced round 0. A rank posts only rounds in which it has data.
-                    if index > 0 and peer != rank and length > done and not has_input(state, peer):
+                    if index > 0 and peer != rank and length > done:
+                        if is_reaching and has_input(state, peer):
+                            continue
                         word = state[BASES + peer] + POSTED
                         if not wait(state, address, word, first + index):
                             state[AWAITED] = peer
@@ -303,7 +312,7 @@ def make_exchange() -> Loop:
                         peer -= nranks
                     if not senders.start <= peer < senders.stop:
                         continue
-                    is_direct, offset = peer != rank and has_input(state, peer), 0
+                    is_direct, offset = is_reaching and peer != rank and has_input(state, peer), 0
                     if is_direct:
                         offset = 0 if is_shared else rank * source_step
                         if has_tables:
@@ -334,7 +343,7 @@ def make_exchange() -> Loop:
             if index + 1 == state[TOTAL] and (
                 has_tables
                 or (is_rooted and index > 0)
-                or (is_receiver and has_any_input(state, senders))
+                or (is_reaching and is_receiver and has_any_input(state, senders))
             ):
                 publish(base + DONE, first + LAST_ROUND)
             elif index >= 0 and state[TOTAL] > 1 and is_receiver:
@@ -345,7 +354,7 @@ def make_exchange() -> Loop:
             result = wait_until_done(state, address, receivers, first + LAST_ROUND)
             if result != FINISHED:
                 return result
-        has_reached = is_receiver and has_any_input(state, senders)
+        has_reached = is_reaching and is_receiver and has_any_input(state, senders)
         if has_reached and not have_stayed(state, address, senders):
             return WAITING
         stream_fence()

@@ -117,6 +117,8 @@ def learn(state: Any, given: Any) -> None:
     single calls may be slow or fast by chance.
     """
     last, first = given[LOOP_LAST], first_round(state)
+    if last == 0:
+        return
     given[LOOP_LAST] = 0
     is_again = given[LOOP_BEFORE] == last & _TRANSFER_MASK
     given[LOOP_BEFORE] = last & _TRANSFER_MASK
@@ -126,7 +128,7 @@ def learn(state: Any, given: Any) -> None:
         longest = max(longest, told)
         if told == 0 or (told ^ last) & _TRANSFER_MASK != 0:
             return
-    if last == 0 or not is_again:
+    if not is_again:
         return
     at, duration_ns = LOOP_TRANSFERS_NS + (last & _TRANSFER_MASK), longest >> _TRANSFER_BITS
     before = given[at]
