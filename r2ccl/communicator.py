@@ -963,7 +963,8 @@ class Communicator:
         of a path neither loses nor doubles a message. Messages and collectives do not wait for each
         other.
         """
-        return self._messages.send(x, to, tag, is_synchronous=is_synchronous, is_async=async_op)
+        begun: MessageRequest | None = self._messages.send(x, to, tag, is_synchronous, async_op)
+        return begun
 
     @overload
     def recv(
@@ -1010,7 +1011,7 @@ class Communicator:
         order in which they were sent. *Cost*: linear in the number of messages, or receives, that
         wait for their counterpart.
         """
-        return self._messages.recv(out, source, tag, is_async=async_op)
+        return self._messages.recv(out, source, tag, async_op)
 
     def sendrecv(
         self,
@@ -1027,7 +1028,7 @@ class Communicator:
         See `send` and `recv` for arguments, result and errors. A ring of ranks in which each calls
         `sendrecv` does not deadlock, whatever the sizes. `x` and `out` must not overlap.
         """
-        return self._messages.sendrecv(x, to, out, source, tag=tag, recv_tag=recv_tag)
+        return self._messages.sendrecv(x, to, tag, out, source, recv_tag)
 
     @overload
     def probe(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -44,7 +43,7 @@ from r2ccl.runtime.grouping import Group
 from r2ccl.runtime.host_collectives import HostCollectives
 from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.runtime.repeats import Make, plain_of
-from r2ccl.runtime.turn import Turn
+from r2ccl.runtime.turn import HAS_GIL, Turn
 from r2ccl.shm.repeat import start_of
 from r2ccl.types import ORDERED_OP, CallSignature, Collective, ReduceOp
 
@@ -55,8 +54,6 @@ StartOnDevice = Callable[[Request, Any, bool], Any]
 
 _log = logging.getLogger(__name__)
 
-#: Compiled code that starts calls relies on the GIL.
-_HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 _T = TypeVar("_T")
 _UINT8 = CODES[np.dtype(np.uint8)]
 
@@ -118,6 +115,13 @@ class Collectives:
     def is_plain(self) -> bool:
         """True if calls are accepted and no thread has opened a group."""
         return self._refusal is None and not self._groups
+
+    def conditions_of_plain(self) -> tuple[list[Group], list[tuple[object, str, object]]]:
+        """Return what compiled code checks in place of `is_plain`; see `r2ccl.shm.repeat.start_of`.
+
+        The results are its arguments ``groups`` and ``conditions``.
+        """
+        return self._groups, [(self, "_refusal", None)]
 
     @property
     def is_blocking(self) -> bool:
@@ -294,17 +298,18 @@ class Collectives:
     def _compile_start(self) -> None:
         """Let compiled code start calls from now on, if one that it can run has been remembered."""
         last = self._host.repeats.last
-        if self.start != self._start or not last or not _HAS_GIL:
+        if self.start != self._start or not last or not HAS_GIL:
             return
         worker, turn = self._worker, self._turn
+        groups, conditions = self.conditions_of_plain()
         self.start = start_of(
             self._start,
             self._note_failed_repetition,
             last,
             turn,
-            self._groups,
+            groups,
             [
-                (self, "_refusal", None),
+                *conditions,
                 (turn, "is_running", False),
                 (worker, "failed", None),
                 (worker, "is_idle", True),

@@ -18,8 +18,16 @@ from r2ccl.errors import R2cclError
 from r2ccl.runtime import arguments
 from r2ccl.runtime.collectives import Collectives
 from r2ccl.runtime.messages.matching import Message
-from r2ccl.runtime.messages.messenger import MessageRequest, Messenger
-from r2ccl.runtime.messages.outcome import NOT_RUN, Delayed, DirectEnd, NotRun, Outcome
+from r2ccl.runtime.messages.messenger import MessageRequest, Messenger, Starter, Way
+from r2ccl.runtime.messages.outcome import (
+    NOT_RUN,
+    Delayed,
+    DirectEnd,
+    NotRun,
+    Outcome,
+    PreparedMessage,
+)
+from r2ccl.runtime.turn import HAS_GIL
 
 
 class MessageCalls:
@@ -37,11 +45,18 @@ class MessageCalls:
         self._collectives = collectives
         self._messenger = messenger
         self._nranks = nranks
+        #: ``send(x, to, tag, is_synchronous, is_async)``, see `Communicator.send`. This function
+        #: and the next two are compiled once a direct call in shared memory has been prepared.
+        self.send: Callable[..., Any] = self._send
+        #: ``recv(out, source, tag, is_async)``, see `Communicator.recv`.
+        self.recv: Callable[..., Any] = self._recv
+        #: ``sendrecv(x, to, tag, out, source, recv_tag)``, see `Communicator.sendrecv`.
+        self.sendrecv: Callable[..., Any] = self._sendrecv
+        self._is_compiled = not HAS_GIL
 
-    def send(
-        self, x: Any, to: SupportsIndex, tag: int, *, is_synchronous: bool, is_async: bool
+    def _send(
+        self, x: Any, to: SupportsIndex, tag: int, is_synchronous: bool, is_async: bool
     ) -> MessageRequest | None:
-        """Send `x`; see `Communicator.send`."""
         is_direct = not is_async and not is_synchronous
         if is_direct and self._collectives.is_plain and (way := self._messenger.way).is_direct:
             try:
@@ -49,7 +64,7 @@ class MessageCalls:
                 found = NOT_RUN if key is None else way.repeat(key, x, _NOTHING)
                 if found is NOT_RUN:
                     end = self._to(x, to, tag)
-                    found = way.begin((end.peer, end.tag), end, None)
+                    found = self._begin(way, (end.peer, end.tag), end, None)
                 if found is not NOT_RUN:
                     self._finish(found, x, None)
                     return None
@@ -62,17 +77,14 @@ class MessageCalls:
         begun: MessageRequest | None = self._collectives.start_message(post, is_async)
         return begun
 
-    def recv(
-        self, out: Any, source: SupportsIndex, tag: int, *, is_async: bool, tag_name: str = "tag"
-    ) -> Any:
-        """Receive into `out`; see `Communicator.recv`. `tag_name` names the argument in errors."""
+    def _recv(self, out: Any, source: SupportsIndex, tag: int, is_async: bool) -> Any:
         if not is_async and self._collectives.is_plain and (way := self._messenger.way).is_direct:
             try:
                 key = (source, tag, 0) if type(source) is type(tag) is int else None
                 found = NOT_RUN if key is None else way.repeat(key, _NOTHING, out)
                 if found is NOT_RUN:
-                    end = self._from(out, source, tag, tag_name)
-                    found = way.begin((end.peer, end.tag, 0), None, end)
+                    end = self._from(out, source, tag, "tag")
+                    found = self._begin(way, (end.peer, end.tag, 0), None, end)
                 if found is not NOT_RUN:
                     return self._finish(found, None, out)
             except Exception:
@@ -80,20 +92,18 @@ class MessageCalls:
             except BaseException as exc:
                 self._collectives.fail_call(exc)
                 raise
-        post = partial(self._messenger.receive, *self._from(out, source, tag, tag_name))
+        post = partial(self._messenger.receive, *self._from(out, source, tag, "tag"))
         return self._collectives.start_message(post, is_async)
 
-    def sendrecv(
+    def _sendrecv(
         self,
         x: Any,
         to: SupportsIndex,
+        tag: int,
         out: Any,
         source: SupportsIndex,
-        *,
-        tag: int,
         recv_tag: int,
     ) -> Message | None:
-        """Send and receive at the same time; see `Communicator.sendrecv`."""
         try:
             if self._collectives.is_plain and (way := self._messenger.way).is_direct:
                 found: Outcome = NOT_RUN
@@ -102,7 +112,7 @@ class MessageCalls:
                 if found is NOT_RUN:
                     sent, end = self._to(x, to, tag), self._from(out, source, recv_tag, "recv_tag")
                     key = (sent.peer, sent.tag, end.peer, end.tag)
-                    found = way.begin(key, sent, end)
+                    found = self._begin(way, key, sent, end)
                 if found is not NOT_RUN:
                     return self._finish(found, x, out)
             to_end, from_end = self._to(x, to, tag), self._from(out, source, recv_tag, "recv_tag")
@@ -121,6 +131,46 @@ class MessageCalls:
         except BaseException as exc:
             self._collectives.fail_call(exc)
             raise
+
+    def _begin(
+        self,
+        way: Way,
+        key: tuple[int, ...],
+        sent: DirectEnd | None,
+        received: DirectEnd | None,
+    ) -> Outcome:
+        """Return the result of ``way.begin``; let compiled code begin such calls from now on."""
+        found = way.begin(key, sent, received)
+        if not self._is_compiled and way.starter is not None:
+            self._is_compiled = True
+            self._compile(way, way.starter)
+        return found
+
+    def _compile(self, way: Way, starter: Starter) -> None:
+        groups, conditions = self._collectives.conditions_of_plain()
+        conditions = [*conditions, (self._messenger, "way", way)]
+
+        def proceed(made: PreparedMessage, x: Any, out: Any) -> Message | None:
+            try:
+                return self._finish(starter.proceed(made, x, out), x, out)
+            except Exception:
+                raise
+            except BaseException as exc:
+                self._collectives.fail_call(exc)
+                raise
+
+        def fail(error: BaseException) -> None:
+            try:
+                starter.fail(error)
+            finally:
+                self._collectives.fail_call(error)
+
+        def compiled(slow: Callable[..., Any], *names: str) -> Callable[..., Any]:
+            return starter.compiled(slow, names, proceed, fail, groups, conditions)
+
+        self.send = compiled(self._send, "x", "to", "tag", "is_synchronous", "is_async")
+        self.recv = compiled(self._recv, "out", "source", "tag", "is_async")
+        self.sendrecv = compiled(self._sendrecv, "x", "to", "tag", "out", "source", "recv_tag")
 
     def _wait(self, request: MessageRequest) -> Any:
         return self._collectives.start_message(lambda: request, False)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from threading import Condition, RLock, get_ident
 
 import numpy as np
 
 from r2ccl.clock import monotonic
+
+#: Compiled code that takes the turn relies on the GIL.
+HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 class Turn:
@@ -95,4 +99,4 @@ class Turn:
 #: Longest time in seconds between two looks at the turn, in case Ctrl-C prevents `Turn.wake`.
 _LOOK_S = 0.1
 
-__all__ = ["Turn"]
+__all__ = ["HAS_GIL", "Turn"]

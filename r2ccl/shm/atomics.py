@@ -296,6 +296,18 @@ def call_loop(
 
 
 @intrinsic
+def call_direct(
+    typing_context: Any, direct: Any, state: Any, table: Any, call: Any, source: Any, target: Any
+) -> Any:
+    """Call the function of `r2ccl.shm.one_message.make_direct` at address `direct`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call_at(builder, *args)
+
+    return types.int64(*[types.int64] * 6), generate
+
+
+@intrinsic
 def call_function(typing_context: Any, function: Any, argument: Any) -> Any:
     """Call the function at an address with one integer; return its result, an integer."""
 
@@ -338,6 +350,7 @@ def _call_system(builder: Any, number: int, arguments: Any) -> Any:
 
 __all__ = [
     "add",
+    "call_direct",
     "call_function",
     "call_kernel",
     "call_loop",

@@ -132,7 +132,9 @@ SEND_STEP, RECV_STEP, CALL_IDENT = 10, 11, 12
 FOUND_TAG, FOUND_NBYTES, FOUND_IDENT = 13, 14, 15
 #: Tag and size of the message taken by the last call.
 LAST_TAG, LAST_NBYTES = 16, 17
-CALL_NWORDS = 18
+#: Result of the last call that did not return FINISHED.
+CALL_RESULT = 18
+CALL_NWORDS = 19
 
 #: Steps: all is done; the message or the grant is to be put; the peer is awaited; data moves.
 DONE, TO_PUT, AWAITS, MOVES = 0, 1, 2, 3

@@ -44,17 +44,21 @@ INT_TYPE, LIST_TYPE, TUPLE_TYPE = 11, 12, 13
 RESULT, ARGUMENTS = 14, 15
 _NWORDS = 17
 
-# Indices of the words of `start_of`, beside NONE: addresses of objects.
+# Indices of the words of `turn_words`, beside NONE: addresses of objects.
 
-SLOW, FAILED, TURN, REPEATING, AWAITED, WAKE, GROUPS, LAST = 0, 1, 2, 3, 4, 5, 6, 7
-FUNCTION_TYPE, FALSE, TRUE = 8, 9, 11
+SLOW, FAILED, TURN, REPEATING, AWAITED, WAKE, GROUPS = 0, 1, 2, 3, 4, 5, 6
+FALSE, TRUE = 9, 11
 #: Address of the word for the thread that has the turn.
 HOLDER = 12
-#: Arguments of FAILED: the function that makes the request, input, output, error. Type, value and
-#: traceback of this error.
+#: Up to four arguments of FAILED, the last of which is the error. Type, value and traceback of this
+#: error.
 FAILURE, ERROR_TYPE, ERROR = 13, 17, 18
+# Indices of the words of `start_of`: addresses of objects.
+LAST, FUNCTION_TYPE = 7, 8
+#: Words for other compiled functions that take a turn.
+SPECIAL = 20
 #: Number of conditions; then three words for each: object, name of its attribute, its value.
-NCONDITIONS, CONDITIONS = 20, 21
+NCONDITIONS, CONDITIONS = 38, 39
 
 _EMPTY = np.empty(0, np.uint8)
 
@@ -187,27 +191,44 @@ def start_of(
     ImportError, TransportError
         As `r2ccl.kernels.native.method_of`.
     """
+    special = {LAST: last, FUNCTION_TYPE: type(len)}
+    words = turn_words(start, failed, turn, groups, conditions, special)
+    return method_of(_START, words)
+
+
+def turn_words(
+    slow: Callable[..., Any],
+    failed: Callable[..., None],
+    turn: CompiledTurn,
+    groups: list[Any],
+    conditions: Sequence[tuple[object, str, object]],
+    special: dict[int, object],
+) -> tuple[Any, ...]:
+    """Return the owner of a compiled function that takes `turn`, or else calls `slow`.
+
+    The first item of the owner is the array of words; the others are kept alive. For `failed`,
+    `turn`, `groups` and `conditions`, see `start_of`; the error is the last argument of `failed`.
+    `special` has further objects, by the index of the word for their address.
+    """
     objects = {
-        SLOW: start,
+        SLOW: slow,
         FAILED: failed,
         TURN: turn,
         REPEATING: sys.intern("is_repeating"),
         AWAITED: sys.intern("is_awaited"),
         WAKE: turn.wake,
         GROUPS: groups,
-        LAST: last,
-        FUNCTION_TYPE: type(len),
         FALSE: False,
         TRUE: True,
         NONE: None,
-    }
+    } | special
     conditions = [*conditions, (turn, "is_repeating", False)]
     listed = [part for each, name, value in conditions for part in (each, sys.intern(name), value)]
     words = np.zeros(CONDITIONS + len(listed), np.int64)
     words[list(objects)] = [id(each) for each in objects.values()]
     words[HOLDER], words[NCONDITIONS] = data_of(turn.holder), len(conditions)
     words[CONDITIONS:] = [id(part) for part in listed]
-    return method_of(_START, (words, tuple(objects.values()), tuple(listed)))
+    return words, tuple(objects.values()), tuple(listed)
 
 
 def preload_repeat() -> None:
@@ -250,6 +271,7 @@ __all__ = [
     "REST",
     "RESULT",
     "SLOW",
+    "SPECIAL",
     "STATE",
     "TRUE",
     "TUPLE_TYPE",
@@ -262,4 +284,5 @@ __all__ = [
     "preload_repeat",
     "repeat_of",
     "start_of",
+    "turn_words",
 ]

@@ -129,6 +129,69 @@ def run(words: Any, source: Any, target: Any) -> Any:
     return found
 
 
+@inlined
+def take_turn(words: Any) -> Any:
+    """Take the turn and return True, or return False if the conditions for this are not met.
+
+    `words` are those of `r2ccl.shm.repeat.turn_words`. If no code of Python and no other thread can
+    have run since the caller was called, none has when this function returns.
+    """
+    is_free = list_size(words[GROUPS]) == 0
+    for number in range(words[NCONDITIONS]):
+        if is_free:
+            each = CONDITIONS + 3 * number
+            is_free = has_value(words[each], words[each + 1], words[each + 2])
+    if is_free:
+        words_at(words[HOLDER])[0] = thread_ident()
+        set_attribute(words[TURN], words[REPEATING], words[TRUE])
+    return is_free
+
+
+@inlined
+def has_turn(words: Any) -> Any:
+    """Return whether compiled code has taken the turn in this thread and not returned it."""
+    if has_value(words[TURN], words[REPEATING], words[FALSE]):
+        return False
+    return words_at(words[HOLDER])[0] == thread_ident()
+
+
+@inlined
+def return_turn(words: Any, args: Any) -> Any:
+    """Return the turn, and wake threads that wait for it.
+
+    Return False if that raised an exception, such as Ctrl-C. `args` is the address of any table.
+    """
+    set_attribute(words[TURN], words[REPEATING], words[FALSE])
+    is_done = True
+    if not has_value(words[TURN], words[AWAITED], words[FALSE]):
+        woken = call_with(words[WAKE], args, 0)
+        is_done = woken != 0
+        drop_reference(woken)
+    return is_done
+
+
+@inlined
+def fail(words: Any, own: Any, nfailure: Any) -> None:
+    """Call FAILED because of the exception that is set; keep the exception.
+
+    If this thread has the turn, it has the turn during this call, and returns it afterwards.
+    FAILED gets the first `nfailure` words of FAILURE, and the exception. `own` is the address of
+    `words`. If FAILED raises another exception, that one is set instead.
+    """
+    take_exception(own + 8 * ERROR_TYPE)
+    words[FAILURE + nfailure] = words[ERROR]
+    done = call_with(words[FAILED], own + 8 * FAILURE, nfailure + 1)
+    if done == 0:  # such as Ctrl-C
+        for number in range(3):
+            drop_reference(words[ERROR_TYPE + number])
+        take_exception(own + 8 * ERROR_TYPE)
+    drop_reference(done)
+    if has_turn(words):
+        # Threads that wait for the turn look at it from time to time.
+        set_attribute(words[TURN], words[REPEATING], words[FALSE])
+    raise_again(own + 8 * ERROR_TYPE)
+
+
 def make_repeat() -> Callable[[int, int, int], int]:
     """Return the function ``repeat``, which `r2ccl.kernels.native` compiles.
 
@@ -196,16 +259,9 @@ def make_start() -> Callable[[int, int, int], int]:
                 stored = tuple_item(call[REST], number)
                 is_fit = is_same(call, given[_NBEFORE + number], stored)
         source, target, result = arrays_of(call, given[_X], given[_X + 1])
-        is_fit = is_fit and result != 0 and list_size(words[GROUPS]) == 0
-        for number in range(words[NCONDITIONS]):
-            if is_fit:
-                each = CONDITIONS + 3 * number
-                is_fit = has_value(words[each], words[each + 1], words[each + 2])
-        if not is_fit:
+        is_fit = is_fit and result != 0
+        if not is_fit or not take_turn(words):
             return call_with(words[SLOW], args, nargs)
-        # Up to here, no code of Python and no other thread can have run.
-        words_at(words[HOLDER])[0] = thread_ident()
-        set_attribute(words[TURN], words[REPEATING], words[TRUE])
         new_reference(repeat)  # another thread may forget the call
         new_reference(result)
         found = run(call, source, target)
@@ -217,27 +273,13 @@ def make_start() -> Callable[[int, int, int], int]:
             has_failed = done == 0
             drop_reference(done)
         if not has_failed:
-            set_attribute(words[TURN], words[REPEATING], words[FALSE])
-            if not has_value(words[TURN], words[AWAITED], words[FALSE]):
-                woken = call_with(words[WAKE], args, 0)
-                has_failed = woken == 0  # Ctrl-C
-                drop_reference(woken)
+            has_failed = not return_turn(words, args)
         drop_reference(repeat)
         if has_failed:
-            take_exception(own + 8 * ERROR_TYPE)
             for number in range(3):
                 words[FAILURE + number] = given[_MAKE + number]
-            words[FAILURE + 3] = words[ERROR]
-            done = call_with(words[FAILED], own + 8 * FAILURE, 4)
-            if done == 0:  # such as Ctrl-C; this exception is raised instead
-                for number in range(3):
-                    drop_reference(words[ERROR_TYPE + number])
-                take_exception(own + 8 * ERROR_TYPE)
-            drop_reference(done)
-            # Threads that wait for the turn look at it from time to time.
-            set_attribute(words[TURN], words[REPEATING], words[FALSE])
+            fail(words, own, 3)
             drop_reference(result)
-            raise_again(own + 8 * ERROR_TYPE)
             return 0
         if found == CHANGED:
             drop_reference(result)
@@ -247,4 +289,4 @@ def make_start() -> Callable[[int, int, int], int]:
     return start
 
 
-__all__ = ["make_repeat", "make_start"]
+__all__ = ["fail", "has_turn", "make_repeat", "make_start", "return_turn", "take_turn"]

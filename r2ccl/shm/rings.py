@@ -21,6 +21,7 @@ from r2ccl.shm.message_layout import (
     PEER_NWORDS,
     PEERS,
 )
+from r2ccl.shm.repeat_message import preload_message
 from r2ccl.shm.robust_mutex import ExitWatch
 from r2ccl.shm.segment import Segment
 from r2ccl.types import MOST_UNTAKEN
@@ -335,7 +336,7 @@ class DirectCall:
         self.words = np.array(
             [
                 form, x.peer, x.dtype, x.tag, x.array.nbytes, is_short,
-                out.peer, out.dtype, out.tag, out.array.nbytes, *[0] * 6, -1, -1,
+                out.peer, out.dtype, out.tag, out.array.nbytes, *[0] * 6, -1, -1, 0,
             ],
             np.int64,
         )  # fmt: skip
@@ -352,6 +353,7 @@ def preload_rings() -> None:
     """
     for maker in (_PUMP, _PUT, _CONSUME, _RING, _BEGIN, _DIRECT):
         callable_of(maker)
+    preload_message()
 
 
 def _taken(segment: Segment, peer: int) -> Words:

@@ -18,9 +18,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -32,11 +31,25 @@ from r2ccl.kernels.arrays import DATA
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.data_loop import DataLoop
 from r2ccl.runtime.messages.local_driver import LocalDriver, message_of
-from r2ccl.runtime.messages.matching import Message
-from r2ccl.runtime.messages.outcome import NOT_RUN, NOTHING, Delayed, DirectEnd, Outcome
+from r2ccl.runtime.messages.outcome import (
+    NOT_RUN,
+    NOTHING,
+    Delayed,
+    DirectEnd,
+    Outcome,
+    PreparedMessage,
+)
 from r2ccl.runtime.patience import Caller, Patience, timed_out
+from r2ccl.runtime.turn import Turn
 from r2ccl.shm.layout import CHANGED, FINISHED
-from r2ccl.shm.message_layout import CALL_DTYPE, CALL_RECV_DTYPE, CALL_SOURCE, CALL_TO, OPEN
+from r2ccl.shm.message_layout import (
+    CALL_DTYPE,
+    CALL_RECV_DTYPE,
+    CALL_RESULT,
+    CALL_SOURCE,
+    CALL_TO,
+    OPEN,
+)
 
 if TYPE_CHECKING:
     from r2ccl.shm.rings import DirectCall, Operand
@@ -49,8 +62,8 @@ _LOOK_S = 0.02
 _GIVE_WAY_S = 50e-6
 #: Interval in seconds at which the control thread has messages moved while `LocalDriver.has_work`.
 _REST_S = 0.002
-#: Maximum number of prepared direct calls.
-_NPREPARED = 64
+#: Maximum number of prepared direct calls, and of those that compiled code compares.
+_NPREPARED, _NRECENT = 64, 8
 #: Longest wait in seconds for the end of another thread's turn after an error; a turn lasts some
 #: milliseconds.
 _LAST_TURN_S = 5.0
@@ -106,8 +119,7 @@ class LocalMessages:
         self._engine = engine
         rings = driver.rings
         self._direct = partial(rings.direct, rings.state, rings.table)
-        #: Re-entrant, because only such a lock can tell whether this thread holds it.
-        self._lock = RLock()
+        self._turn = Turn()
         #: One entry per thread that waits for its turn.
         self._newcomers: deque[None] = deque()
         #: True if no message was unfinished or unreceived after the last turn, and `poll` has not
@@ -116,45 +128,60 @@ class LocalMessages:
         self._has_ended = False
         #: True if the control thread is scheduled to move messages.
         self._is_resting = False
-        self._prepared: dict[tuple[int, ...], tuple[DirectCall, Message | None]] = {}
+        #: Prepared direct calls by key; and those that compiled code compares, by length of key.
+        self._prepared: dict[tuple[int, ...], PreparedMessage] = {}
+        self._recent: dict[int, list[PreparedMessage]] = {2: [], 3: [], 4: []}
         loop.pollers.append(self.poll)
         engine.watch_end(self.end)
 
     #: Direct calls are possible.
     is_direct = True
 
+    @property
+    def starter(self) -> LocalMessages:
+        """Implement `Way.starter`."""
+        return self
+
     # Turns
 
     @property
     def is_below(self) -> bool:
         """True in a signal handler that interrupted its thread during the thread's turn."""
-        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+        return self._turn.is_mine
 
-    def _in_turn(self, acquire: Callable[[], bool], fn: Callable[[], _T]) -> _T | None:
-        """Return ``fn()``, called in this thread's turn; None if ``acquire()`` returns False."""
+    def _in_turn(self, fn: Callable[[], _T], timeout_s: float | None = None) -> _T | None:
+        """Return ``fn()``, called in this thread's turn.
+
+        Return None if the turn is not free within `timeout_s` seconds; None: wait for the turn.
+
+        Raises
+        ------
+        ConcurrentCalls
+            If the caller waits for the turn, and is a signal handler that interrupted it.
+        """
+        is_mine, turn = False, self._turn
         try:
-            if not acquire():
+            if not (self._lock() if timeout_s is None else turn.lock.acquire(timeout=timeout_s)):
+                return None
+            turn.is_running = is_mine = True
+            if turn.is_repeating and not self._await_return(timeout_s):
                 return None
             found = fn()
             self._is_quiet = self.driver.is_quiet
             return found
         finally:
             # Ctrl-C raises as a function begins or ends: no other call may come before the release.
+            if is_mine:
+                turn.is_running = False
             try:  # noqa: SIM105
-                self._lock.release()
+                turn.lock.release()
             except RuntimeError:  # not acquired
                 pass
 
-    def _acquire(self) -> bool:
-        """Wait for this thread's turn; return True. `_in_turn` calls it, and releases the lock.
-
-        Raises
-        ------
-        ConcurrentCalls
-            If the caller is a signal handler that interrupted this thread's turn.
-        """
-        is_below = self.is_below
-        if self._lock.acquire(blocking=False):
+    def _lock(self) -> bool:
+        """Acquire the lock of the turn; return True. `_in_turn` calls it, and releases the lock."""
+        is_below, lock = self.is_below, self._turn.lock
+        if lock.acquire(blocking=False):
             if is_below:
                 raise ConcurrentCalls(
                     f"rank {self._loop.rank}: a signal handler called r2ccl after it interrupted "
@@ -164,13 +191,25 @@ class LocalMessages:
             return True
         self._newcomers.append(None)
         try:
-            self.driver.rings.wake()
-            while not self._lock.acquire(timeout=_LOOK_S):
-                if not self._has_ended:
-                    self.driver.rings.wake()
+            self._wake()
+            while not lock.acquire(timeout=_LOOK_S):
+                self._wake()
             return True
         finally:
             self._newcomers.pop()
+
+    def _await_return(self, timeout_s: float | None) -> bool:
+        """Wait until compiled code has returned the turn, as `_in_turn`; return whether it has."""
+        if timeout_s is not None:
+            return self._turn.await_return(timeout_s)
+        self._wake()
+        while not self._turn.await_return(_LOOK_S):
+            self._wake()
+        return True
+
+    def _wake(self) -> None:
+        if not self._has_ended:  # else `end` has woken the thread
+            self.driver.rings.wake()
 
     # The interface `Way`
 
@@ -191,7 +230,7 @@ class LocalMessages:
             return fn()
 
         try:
-            found = self._in_turn(self._acquire, run)
+            found = self._in_turn(run)
         except ConcurrentCalls:
             raise
         except BaseException as exc:
@@ -246,7 +285,7 @@ class LocalMessages:
                 self.driver.advance(not self._newcomers)
             return is_done()
 
-        return bool(self._in_turn(self._acquire, move))
+        return bool(self._in_turn(move))
 
     def poll(self) -> None:
         """Move messages once, unless a thread already does; called by the data loop's owner."""
@@ -259,7 +298,7 @@ class LocalMessages:
                 self.driver.advance(False)
             return True
 
-        if self._in_turn(partial(self._lock.acquire, blocking=False), move) is None:
+        if self._in_turn(move, 0.0) is None:
             self._is_quiet = False
 
     def _rest_later(self) -> None:
@@ -280,7 +319,9 @@ class LocalMessages:
         found = self._prepared.get(key)
         if found is None or type(x) is not np.ndarray or type(out) is not np.ndarray:
             return NOT_RUN
-        return self._run(key, found, x, out)
+        if all(each is not found for each in self._recent[len(key)]):
+            self._keep(found)
+        return self._run(found, x, out)
 
     def begin(
         self, key: tuple[int, ...], sent: DirectEnd | None, received: DirectEnd | None
@@ -306,42 +347,108 @@ class LocalMessages:
                 self.driver.rings, first, second, is_short=is_short, has_form=has_form
             )
 
-        made: tuple[DirectCall, Message | None] = (self.own(prepare, is_step=True), None)
+        call = self.own(prepare, is_step=True)
+        made = PreparedMessage(call.words, key, None, call)
         if has_form:
             if len(self._prepared) >= _NPREPARED:
                 self._prepared.clear()
-            self._prepared[key] = made
+            self._keep(made)
         x = NOTHING if first is None else first.array
-        return self._run(key, made, x, NOTHING if second is None else second.array)
+        return self._run(made, x, NOTHING if second is None else second.array)
 
-    def _run(
-        self, key: tuple[int, ...], made: tuple[DirectCall, Message | None], x: Any, out: Any
-    ) -> Outcome:
-        lock, (call, message) = self._lock, made
-        if lock._is_owned():  # type: ignore[attr-defined]
+    def _keep(self, made: PreparedMessage) -> None:
+        """Keep a prepared call instead of an earlier one with the same key."""
+        self._prepared[made.key] = made
+        recent = self._recent[len(made.key)]
+        recent[:] = [made, *(each for each in recent if each.key != made.key)][:_NRECENT]
+
+    def _run(self, made: PreparedMessage, x: Any, out: Any) -> Outcome:
+        is_mine, turn = False, self._turn
+        if turn.is_mine:
             return NOT_RUN
         try:
             try:
-                if not lock.acquire(False) or not self._is_quiet or self._has_ended:
+                if not turn.lock.acquire(False):
                     return NOT_RUN
-                result = self._direct(call.at, id(x) + DATA, id(out) + DATA)
+                turn.is_running = is_mine = True
+                if turn.is_repeating or not self._is_quiet or self._has_ended:
+                    return NOT_RUN
+                result = self._direct(made.call.at, id(x) + DATA, id(out) + DATA)
                 if result == FINISHED:
-                    return message
+                    return made.message
                 if result == CHANGED:
                     return NOT_RUN
-                if result == OPEN:
-                    return self._take_over(call, x, out)
-                message = message_of(call, int(call.words[CALL_RECV_DTYPE]))
-                if self._prepared.get(key) is made:
-                    self._prepared[key] = call, message
-                return message
+                return self._outcome(made, result, x, out)
             finally:
+                if is_mine:
+                    turn.is_running = False
                 try:  # noqa: SIM105 - as in `_in_turn`
-                    lock.release()
+                    turn.lock.release()
                 except RuntimeError:  # not acquired
                     pass
         except BaseException as exc:
             raise self._failed(exc) from None
+
+    def _outcome(self, made: PreparedMessage, result: int, x: Any, out: Any) -> Outcome:
+        """Return the outcome of a direct call that returned OPEN or FINISHED_OTHER."""
+        call = made.call
+        if result == OPEN:
+            return self._take_over(call, x, out)
+        message = message_of(call, int(call.words[CALL_RECV_DTYPE]))
+        if self._prepared.get(made.key) is made:
+            self._keep(made._replace(message=message))
+        return message
+
+    def compiled(
+        self,
+        slow: Callable[..., Any],
+        names: Sequence[str],
+        proceed: Callable[[PreparedMessage, Any, Any], Any],
+        failed: Callable[[BaseException], None],
+        groups: list[Any],
+        conditions: Sequence[tuple[object, str, object]],
+    ) -> Callable[..., Any]:
+        """Implement `Starter.compiled`."""
+        from r2ccl.shm.repeat_message import message_of as compiled_message
+
+        rings = self.driver.rings
+        own = [(self, "_is_quiet", True), (self, "_has_ended", False)]
+        return compiled_message(
+            slow,
+            proceed,
+            failed,
+            self._turn,
+            groups,
+            [*conditions, *own, (self._turn, "is_running", False)],
+            calls=self._recent[{(1, 0): 2, (0, 1): 3, (1, 1): 4}["x" in names, "out" in names]],
+            state=rings.state,
+            table=rings.table,
+            names=names,
+        )
+
+    def proceed(self, made: PreparedMessage, x: Any, out: Any) -> Outcome:
+        """Implement `Starter.proceed`."""
+        try:
+            try:
+                return self._outcome(made, int(made.words[CALL_RESULT]), x, out)
+            finally:
+                self._return_turn()
+        except BaseException as exc:
+            raise self._failed(exc) from None
+
+    def fail(self, error: BaseException) -> None:
+        """Implement `Starter.fail`."""
+        self._has_ended = True
+        if self._turn.is_repeating and self._turn.is_mine:
+            self._return_turn()
+        self._failed(error)
+
+    def _return_turn(self) -> None:
+        """Return the turn that compiled code has taken in this thread."""
+        turn = self._turn
+        turn.is_repeating = False
+        if turn.is_awaited:
+            turn.wake()
 
     def _take_over(self, call: DirectCall, x: Any, out: Any) -> Delayed:
         self._is_quiet = False
@@ -387,7 +494,7 @@ class LocalMessages:
             self.driver.forget()
             return True
 
-        return bool(self._in_turn(partial(self._lock.acquire, timeout=timeout_s), forget))
+        return bool(self._in_turn(forget, timeout_s))
 
     def end(self) -> None:
         """Move no messages any more; wake waiting threads, which raise the communicator's error."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +21,7 @@ from r2ccl.runtime.messages.local import LocalEngine, LocalMessages
 from r2ccl.runtime.messages.local_driver import LocalDriver
 from r2ccl.runtime.messages.matching import ANY, Message
 from r2ccl.runtime.messages.network import NetworkMessages
-from r2ccl.runtime.messages.outcome import DirectEnd, Outcome
+from r2ccl.runtime.messages.outcome import DirectEnd, Outcome, PreparedMessage
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
 from r2ccl.runtime.patience import Caller, Patience
 from r2ccl.runtime.status import Pending, Wait
@@ -156,6 +156,41 @@ class MessageWait(MessageCaller):
         self.thread = get_ident()
 
 
+class Starter(Protocol):
+    """Carrier of messages whose direct calls compiled code can start."""
+
+    def compiled(
+        self,
+        slow: Callable[..., Any],
+        names: Sequence[str],
+        proceed: Callable[[PreparedMessage, Any, Any], Any],
+        failed: Callable[[BaseException], None],
+        groups: list[Any],
+        conditions: Sequence[tuple[object, str, object]],
+    ) -> Callable[..., Any]:
+        """Return a compiled function that does the same as `slow`.
+
+        It repeats the direct calls that `Way.begin` has prepared. For the parameters, see
+        `r2ccl.shm.repeat_message.message_of`. `proceed` and `failed` must call the methods
+        `proceed` and `fail` of this object.
+        """
+        ...
+
+    def proceed(self, made: PreparedMessage, x: Any, out: Any) -> Outcome:
+        """Continue a direct call that compiled code has begun, and return its turn.
+
+        Raises
+        ------
+        R2cclError
+            If the communicator ends meanwhile.
+        """
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """End the communicator because of an error while compiled code had the turn; return it."""
+        ...
+
+
 class Way(Protocol):
     """Carrier of the messages of one communicator: links, or shared memory.
 
@@ -163,9 +198,16 @@ class Way(Protocol):
     ----------
     is_direct : bool
         True if the carrier runs direct calls (`r2ccl.runtime.messages.outcome`).
+    starter : Starter or None
+        This object, if compiled code can start its direct calls; otherwise None.
     """
 
     is_direct: bool
+
+    @property
+    def starter(self) -> Starter | None:
+        """See above."""
+        ...
 
     @property
     def driver(self) -> MessageProtocol:
@@ -555,4 +597,4 @@ def _named(what: str, number: int) -> str:
     return f"any {what}" if number == ANY else f"{what} {number}"
 
 
-__all__ = ["MessageRequest", "Messenger"]
+__all__ = ["MessageRequest", "Messenger", "Starter", "Way"]

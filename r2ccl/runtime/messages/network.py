@@ -45,6 +45,8 @@ class NetworkMessages:
         self.driver = driver
         #: True if direct calls are possible.
         self.is_direct = calls is not None
+        #: Compiled code cannot start direct calls.
+        self.starter = None
         self._calls = calls
         self._caller = caller
         self._loop = loop

@@ -7,9 +7,10 @@ compiled code, for example because the peer is late, requests continue it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.messages.matching import Message
@@ -35,6 +36,19 @@ class Delayed(NamedTuple):
     received: ReceiveRequest | None
 
 
+class PreparedMessage(NamedTuple):
+    """Direct call that can be run again, see `r2ccl.shm.repeat_message`.
+
+    ``words`` are those of ``call``, ``key`` is the argument of `Way.begin`, and ``message`` is the
+    message that the call received last.
+    """
+
+    words: npt.NDArray[np.int64]
+    key: tuple[int, ...]
+    message: Message | None
+    call: Any
+
+
 class DirectEnd(NamedTuple):
     """Buffer, peer (its rank in the communicator) and tag of a send or receive of a direct call."""
 
@@ -47,4 +61,4 @@ class DirectEnd(NamedTuple):
 #: requests continue it; `NOT_RUN`.
 Outcome = Message | Delayed | NotRun | None
 
-__all__ = ["NOTHING", "NOT_RUN", "Delayed", "DirectEnd", "NotRun", "Outcome"]
+__all__ = ["NOTHING", "NOT_RUN", "Delayed", "DirectEnd", "NotRun", "Outcome", "PreparedMessage"]

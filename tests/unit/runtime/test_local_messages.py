@@ -32,7 +32,7 @@ def test_a_thread_that_keeps_its_turn_after_an_error_is_logged(
     monkeypatch.setattr(local, "_LAST_TURN_S", 0.05)
     errors: list[BaseException] = []
     messages = _messages(errors)
-    busy = threading.Thread(target=messages._lock.acquire)
+    busy = threading.Thread(target=messages._turn.lock.acquire)
     busy.start()
     busy.join()
     error = ValueError("for a test")

@@ -21,15 +21,15 @@ X = np.ones(2)
     ("call", "says"),
     [
         (
-            lambda: CALLS.send(X, -1, 0, is_synchronous=False, is_async=False),
+            lambda: CALLS.send(X, -1, 0, False, False),
             "to=-1; allowed is 0 to 1",
         ),
         (
-            lambda: CALLS.send(X, 0, -1, is_synchronous=False, is_async=False),
+            lambda: CALLS.send(X, 0, -1, False, False),
             "tag=-1; allowed are 0 to 2^63 - 1",
         ),
         (
-            lambda: CALLS.recv(X, 1.5, 0, is_async=False),  # type: ignore[arg-type]
+            lambda: CALLS.recv(X, 1.5, 0, False),
             "source=1.5; allowed is 0 to 1 or r2ccl.ANY_SOURCE",
         ),
         (
@@ -37,7 +37,7 @@ X = np.ones(2)
             "tag=-2; allowed are 0 to 2^63 - 1 and r2ccl.ANY_TAG",
         ),
         (
-            lambda: CALLS.sendrecv(X, 0, X, 0, tag=0, recv_tag=-3),
+            lambda: CALLS.sendrecv(X, 0, 0, X, 0, -3),
             "recv_tag=-3; allowed are 0 to 2^63 - 1 and r2ccl.ANY_TAG",
         ),
     ],
