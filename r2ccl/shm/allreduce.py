@@ -60,7 +60,7 @@ from r2ccl.shm.rounds import (
     write_header,
 )
 from r2ccl.shm.single_copy import reduce_share
-from r2ccl.shm.transfer import PAST_CACHES, choose, learn, note_begin, note_end, tell
+from r2ccl.shm.transfer import LEAST_NBYTES, PAST_CACHES, choose, learn, note_begin, note_end, tell
 from r2ccl.shm.waiting import publish
 
 #: Steps of a round.
@@ -96,9 +96,11 @@ def make_allreduce() -> Loop:
         total = max(1, (nbytes + most - 1) // most)
         chunk = ((nbytes + total - 1) // total + 63) & -64
 
+        is_choosing = nbytes >= LEAST_NBYTES
+
         if is_resumed == 0:
             begin(state, total)
-            choose(state, given, nbytes, False)
+            choose(state, given, is_choosing, False)
             state[MODE] = UNDECIDED
         first, is_past_caches = first_round(state), state[TRANSFER] == PAST_CACHES
         # Before round 0, the round with index -1 deposits the first chunk and compares the calls.
@@ -132,7 +134,7 @@ def make_allreduce() -> Loop:
                     if not is_reachable:
                         from_place, to_place = 0, 0
                     publish_places(state, from_place, to_place)
-                    tell(state, given)
+                    tell(state, given, is_choosing)
                 if ahead < total:
                     result = claim_slot(state, address, ahead, range(nranks))
                     if result != FINISHED:

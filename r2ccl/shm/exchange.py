@@ -46,6 +46,7 @@ from r2ccl.shm.layout import (
     LOOP_TARGET_STEP,
     MODE,
     NCALLS,
+    NEVER,
     NHEADERS,
     NRANKS,
     PARTS,
@@ -62,6 +63,7 @@ from r2ccl.shm.layout import (
     TOTAL,
     TRANSFER,
     UNDECIDED,
+    UNREADABLE,
     WAITING,
     Loop,
 )
@@ -76,7 +78,7 @@ from r2ccl.shm.places import (
     publish_places,
     sleep_for,
 )
-from r2ccl.shm.reading import can_all_read, is_readable
+from r2ccl.shm.reading import can_all_read, is_readable, refuse_to_read
 from r2ccl.shm.rounds import (
     announce_earlier_calls,
     begin,
@@ -92,7 +94,16 @@ from r2ccl.shm.rounds import (
     write_header,
 )
 from r2ccl.shm.single_copy import copy_input, reduce_share
-from r2ccl.shm.transfer import CACHED, PAST_CACHES, READ, choose, learn, note_begin, note_end, tell
+from r2ccl.shm.transfer import (
+    LEAST_NBYTES,
+    PAST_CACHES,
+    READ,
+    choose,
+    learn,
+    note_begin,
+    note_end,
+    tell,
+)
 from r2ccl.shm.waiting import publish, wait
 
 #: Steps of a round.
@@ -179,12 +190,19 @@ def make_exchange() -> Loop:
         # Whether headers have a place or zero; if parts have the same size, all ranks decide alike.
         least = min(given[LOOP_LEAST_REACHED], given[LOOP_LEAST_READ])
         is_reaching = has_tables or nbytes >= least
+        # With a root, the duration of a rank that only sends says nothing about the receivers.
+        is_choosing = not is_rooted and nbytes >= LEAST_NBYTES
+        # In an alltoall in place, this rank overwrites its input, piece by piece.
+        is_in_place = False
+        if not is_whole and not is_rooted and kernel == 0:
+            is_in_place = source < target + put and target < source + sent
 
         if is_resumed == 0:
             begin(state, (max(most_sent, most_put) + piece - 1) // piece)
-            may_read = most_sent >= given[LOOP_LEAST_READ] and can_all_read(state)
-            # With a root, the duration of a rank that only sends says nothing about the receivers.
-            choose(state, given, 0 if is_rooted else nbytes, may_read)
+            # If parts differ in size, other ranks may have parts that are large enough to be read.
+            largest = given[LOOP_LEAST_READ] if has_tables else nbytes
+            may_read = NEVER > largest >= given[LOOP_LEAST_READ] and can_all_read(state)
+            choose(state, given, is_choosing, may_read)
             if is_rooted and may_read:
                 state[TRANSFER] = READ
             state[MODE] = UNDECIDED
@@ -210,30 +228,23 @@ def make_exchange() -> Loop:
                     if result != FINISHED:
                         return result
                     place, to_place = 0, 0
-                    can_be_direct = (
-                        is_reaching and is_depositor and sent > 0 and state[MODE] != STAGED
-                    )
-                    # In an alltoall in place, peers would read what this rank overwrites.
-                    if not is_whole and not is_rooted and kernel == 0:
-                        is_apart = target >= source + sent or source >= target + put
-                        can_be_direct = can_be_direct and is_apart
+                    can_be_direct = is_reaching and is_depositor and sent > 0
+                    if is_in_place or state[MODE] == STAGED:
+                        can_be_direct = False
                     if can_be_direct and most_sent >= given[LOOP_LEAST_REACHED]:
                         place = place_of(state, source, sent)
                         if is_allreduce:
                             to_place = place_of(state, target, nbytes)
                             place = 0 if to_place == 0 else place
-                    if state[TRANSFER] == READ:
-                        if (
-                            place == 0
-                            and can_be_direct
-                            and is_readable(state, address, source, sent)
-                        ):
+                    is_mapped = place != 0
+                    if place == 0 and can_be_direct and state[TRANSFER] == READ:
+                        is_large = most_sent >= given[LOOP_LEAST_READ]
+                        if is_large and is_readable(state, address, source, sent):
                             place = source | UNMAPPED
-                        else:
-                            state[TRANSFER] = CACHED
                     if is_reaching:
                         publish_places(state, place, to_place)
-                        tell(state, given)
+                        # A rank whose array all ranks map uses none of the transfers.
+                        tell(state, given, is_choosing and not is_mapped)
                     if not is_allreduce:
                         state[MODE] = UNDECIDED if place == 0 else DIRECT
                     if has_tables:
@@ -287,8 +298,7 @@ def make_exchange() -> Loop:
                         begin_anew(state, state[TOTAL])
                         first = first_round(state)
                         continue
-                if state[MODE] != DIRECT or state[TRANSFER] == READ:
-                    note_begin(state, address, given)
+                note_begin(state, address, given)
             elif is_receiver:
                 done = index * piece
                 for peer in senders:
@@ -328,16 +338,19 @@ def make_exchange() -> Loop:
                         continue
                     length = put_nbytes[peer] if has_tables else nbytes
                     to = target + (put_to[peer] if has_tables else peer * target_step) + done
-                    if is_direct:
-                        if index == 0 and not copy_input(
-                            state, peer, offset, to, length, is_streamed
+                    left = length - done
+                    if is_direct and (is_in_place or index == 0):
+                        length = min(left, piece) if is_in_place else left
+                        if length > 0 and not copy_input(
+                            state, address, peer, offset + done, to, length, is_streamed
                         ):
+                            refuse_to_read(state)
                             sleep_for(state, address, peer)
-                            return WAITING
-                    else:
+                            return UNREADABLE
+                    elif not is_direct and left > 0:
                         at = own if peer == rank else slot_of(state, peer, index) + place
-                        if length > done and at != to:
-                            copy(to, at, min(length - done, piece), is_streamed)
+                        if at != to:
+                            copy(to, at, min(left, piece), is_streamed)
                 if kernel != 0:
                     call_kernel(kernel, sources, nranks, target + done, length)
             if index + 1 == state[TOTAL] and (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Secret
 from r2ccl.bootstrap.logs import progress
+from r2ccl.clock import monotonic
 from r2ccl.dtypes import dtype_name, dtype_of
 from r2ccl.errors import InvalidArgument, TransportError, describe_os_error
 from r2ccl.kernels.arrays import DATA, data_of
@@ -30,9 +32,11 @@ from r2ccl.shm.layout import (
     EXCLUSIVE,
     FROM_ROOT,
     MAX_NRANKS,
+    NEVER,
     SHARED,
     SLOT_NBYTES,
     TO_ROOT,
+    UNREADABLE,
     WAITING,
 )
 from r2ccl.shm.local_call import LocalCall
@@ -95,7 +99,6 @@ REACHED_NBYTES, SHARE_NBYTES, ROOTED_NBYTES = 1 << 12, 1 << 11, 1 << 14
 _LEAST_READ = dict.fromkeys(
     (Collective.ALLGATHER, Collective.ALLTOALL, Collective.ALLTOALLV), 1 << 17
 ) | dict.fromkeys((Collective.SCATTER, Collective.SCATTERV), 1 << 20)
-_NEVER = 1 << 62
 #: Minimum number of chunks of an allreduce, and, per rank, of pieces of a scan, so that their steps
 #: overlap; there are fewer if chunks or pieces would have less than `_CHUNK_NBYTES`.
 _NCHUNKS = 4
@@ -110,6 +113,9 @@ _YIELDS = {False: 0, True: 20}
 #: Longest sleep within compiled code, in nanoseconds. Python handles signals and failures after
 #: each sleep.
 _SLEEP_NS = 4_000_000
+
+#: Time in seconds after which a process that cannot be read is not expected to end.
+_READABLE_S = 1.0
 
 #: Largest number of prepared calls that a group keeps.
 _NPREPARED = 64
@@ -391,7 +397,7 @@ class LocalGroup:
             layout.LOOP_TARGET_STEP: target_parts * nbytes,
             layout.LOOP_ROOT: call.root,
             layout.LOOP_LEAST_REACHED: _least_reached(call.collective, n),
-            layout.LOOP_LEAST_READ: _LEAST_READ.get(Collective(call.collective), _NEVER),
+            layout.LOOP_LEAST_READ: _LEAST_READ.get(Collective(call.collective), NEVER),
         }
         return LocalCall.make(_EXCHANGE, words, tables)
 
@@ -412,6 +418,8 @@ class LocalGroup:
         CallsDiffer
             If another rank makes a different call, or sends a part of another size than this rank
             expects.
+        TransportError
+            If the memory of another rank's process cannot be read any more.
         Exception
             Any error that `attend` raises.
         """
@@ -434,16 +442,27 @@ class LocalGroup:
         call `leave`.
         """
         signature = int(call.words[layout.LOOP_SIGNATURE]) % _WORD
+        until_s = math.inf
 
         def resume() -> bool:
-            nonlocal result
+            nonlocal result, until_s
             result = call.run(self._state, id(source) + DATA, id(output) + DATA, call.at, 1)
-            if result == WAITING:
+            if result in (WAITING, UNREADABLE):
                 self._exits.look(self._memory)
+            if result == UNREADABLE:  # `attend` knows sooner if the process has ended
+                until_s = min(until_s, monotonic() + _READABLE_S)
+                return monotonic() >= until_s
             return result != WAITING
 
-        if result == WAITING:
+        if result in (WAITING, UNREADABLE):
             self._attend(resume, signature)
+        if result == UNREADABLE:
+            own, rank = (self._place.ranks[index] for index in (self.rank, self.awaited))
+            raise TransportError(
+                f"rank {own}: cannot read the memory of the process of rank {rank} any more, with "
+                "process_vm_readv(2): do not change the user of a process, its PR_SET_DUMPABLE, or "
+                "kernel.yama.ptrace_scope while a communicator is in use"
+            )
         if result:
             raise self._differs(call, result, signature)
 

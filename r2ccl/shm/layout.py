@@ -187,6 +187,9 @@ WAITING = 1
 DIFFERS, DIFFERS_IN_SIZE = 2, 3
 #: The arrays do not have the form of the call, which has not begun.
 CHANGED = 4
+#: The process of AWAITED cannot be read, because it ends, or something forbids it now; run the loop
+#: again to try again.
+UNREADABLE = 5
 
 # Indices of the words of a prepared call, which its loop reads. Only `exchange` uses the steps, the
 # tables and the root.
@@ -203,6 +206,8 @@ LOOP_SOURCE_STEP, LOOP_TARGET_STEP, LOOP_TABLES, LOOP_ROOT = 6, 7, 8, 9
 #: Smallest parts, in bytes, that peers read directly from memory that all ranks map; and from other
 #: memory (`r2ccl.shm.reading`). An allreduce compares its whole input.
 LOOP_LEAST_REACHED, LOOP_LEAST_READ = 10, 11
+#: Value of LOOP_LEAST_READ for calls in which peers do not read other memory.
+NEVER = 1 << 62
 #: Usual duration of the call with each transfer of `r2ccl.shm.transfer`, in nanoseconds; 0: not
 #: measured yet.
 LOOP_TRANSFERS_NS = 12
@@ -272,6 +277,7 @@ __all__ = [
     "MUTEX",
     "NAHEAD",
     "NCALLS",
+    "NEVER",
     "NHEADERS",
     "NRANKS",
     "NREPEATED",
@@ -315,6 +321,7 @@ __all__ = [
     "TO_ROOT",
     "TRANSFER",
     "UNDECIDED",
+    "UNREADABLE",
     "USES",
     "WAITERS",
     "WAITING",

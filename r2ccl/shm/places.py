@@ -114,15 +114,15 @@ def unmapped_input_of(state: Any, peer: Any) -> Any:
 
 @inlined
 def have_stayed(state: Any, address: Any, peers: Any) -> Any:
-    """Return whether the arrays of the ranks in the range `peers` were unchanged during an access.
+    """Return whether the inputs of the ranks in the range `peers` were unchanged during an access.
 
-    Call this function after a direct access to these arrays. If a rank has left the call with an
-    error, it may have changed its arrays before they were read. Then call `sleep_for` and return
-    False.
+    Call this function after the access to all inputs that have places. If a rank has left the call
+    with an error, it may have changed its arrays before they were read. Then call `sleep_for` and
+    return False.
     """
     fence()
     for peer in peers:
-        if load_acquire(state[BASES + peer] + LEFT) != 0:
+        if has_input(state, peer) and load_acquire(state[BASES + peer] + LEFT) != 0:
             sleep_for(state, address, peer)
             return False
     return True

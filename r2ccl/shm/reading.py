@@ -48,19 +48,30 @@ def make_try_to_read() -> Callable[[int], int]:
     """
 
     def try_to_read(address: Any) -> Any:
-        state, at = words_at(address), address + 8 * TIME
-        can_read = 1
+        state = words_at(address)
+        nread = 0
         for peer in range(state[NRANKS]):
-            segment = state[BASES + peer]
-            if peer != state[RANK]:
-                state[TIME] = ~load_acquire(segment + TOKEN)
-                is_read = read_array(state, peer, at, load_acquire(segment + PROBE), 8)
-                if not is_read or load_acquire(at) != load_acquire(segment + TOKEN):
-                    can_read = 0
-        store_release(state[BASES + state[RANK]] + CAN_READ, can_read)
-        return can_read
+            nread += peer != state[RANK] and can_read(state, address, peer)
+        can_read_all = 1 if nread == state[NRANKS] - 1 else 0
+        store_release(state[BASES + state[RANK]] + CAN_READ, can_read_all)
+        return can_read_all
 
     return try_to_read
+
+
+@inlined
+def can_read(state: Any, address: Any, peer: Any) -> Any:
+    """Return whether this rank can read the word that rank `peer` has published."""
+    segment, at = state[BASES + peer], address + 8 * TIME
+    state[TIME] = ~load_acquire(segment + TOKEN)
+    is_read = read_array(state, peer, at, load_acquire(segment + PROBE), 8)
+    return is_read and load_acquire(at) == load_acquire(segment + TOKEN)
+
+
+@inlined
+def refuse_to_read(state: Any) -> None:
+    """Tell all ranks that this rank cannot read the memory of all others."""
+    store_release(state[BASES + state[RANK]] + CAN_READ, 0)
 
 
 @inlined
@@ -88,7 +99,7 @@ def is_readable(state: Any, address: Any, start: Any, nbytes: Any) -> Any:
 def read_array(state: Any, peer: Any, target: Any, source: Any, nbytes: Any) -> Any:
     """Copy `nbytes` bytes at address `source` of the process of rank `peer` to address `target`.
 
-    Return False if the process has ended, or has no such memory.
+    Return False if the process cannot be read or has no such memory.
     """
     process = load_acquire(state[BASES + peer] + PID)
     done = 0
@@ -101,4 +112,12 @@ def read_array(state: Any, peer: Any, target: Any, source: Any, nbytes: Any) -> 
     return True
 
 
-__all__ = ["can_all_read", "is_readable", "make_try_to_read", "offer_word", "read_array"]
+__all__ = [
+    "can_all_read",
+    "can_read",
+    "is_readable",
+    "make_try_to_read",
+    "offer_word",
+    "read_array",
+    "refuse_to_read",
+]

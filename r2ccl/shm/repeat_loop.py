@@ -171,24 +171,26 @@ def return_turn(words: Any, args: Any) -> Any:
 
 
 @inlined
-def fail(words: Any, own: Any, nfailure: Any) -> None:
-    """Call FAILED because of the exception that is set; keep the exception.
+def fail(words: Any, own: Any, nfailure: Any, is_always: Any) -> None:
+    """Call FAILED because of the exception that is set, and keep the exception.
 
-    If this thread has the turn, it has the turn during this call, and returns it afterwards.
-    FAILED gets the first `nfailure` words of FAILURE, and the exception. `own` is the address of
-    `words`. If FAILED raises another exception, that one is set instead.
+    If this thread has the turn, FAILED is called, and the turn is returned afterwards. Otherwise it
+    is only called if `is_always`. FAILED gets the first `nfailure` words of FAILURE, and the
+    exception; if it raises another one, that one is set instead. `own` is the address of `words`.
     """
+    # Not even the attribute of an object may be read while an exception is set.
     take_exception(own + 8 * ERROR_TYPE)
-    words[FAILURE + nfailure] = words[ERROR]
-    done = call_with(words[FAILED], own + 8 * FAILURE, nfailure + 1)
-    if done == 0:  # such as Ctrl-C
-        for number in range(3):
-            drop_reference(words[ERROR_TYPE + number])
-        take_exception(own + 8 * ERROR_TYPE)
-    drop_reference(done)
-    if has_turn(words):
-        # Threads that wait for the turn look at it from time to time.
-        set_attribute(words[TURN], words[REPEATING], words[FALSE])
+    if is_always or has_turn(words):
+        words[FAILURE + nfailure] = words[ERROR]
+        done = call_with(words[FAILED], own + 8 * FAILURE, nfailure + 1)
+        if done == 0:  # such as Ctrl-C
+            for number in range(3):
+                drop_reference(words[ERROR_TYPE + number])
+            take_exception(own + 8 * ERROR_TYPE)
+        drop_reference(done)
+        if has_turn(words):
+            # Threads that wait for the turn look at it from time to time.
+            set_attribute(words[TURN], words[REPEATING], words[FALSE])
     raise_again(own + 8 * ERROR_TYPE)
 
 
@@ -278,7 +280,7 @@ def make_start() -> Callable[[int, int, int], int]:
         if has_failed:
             for number in range(3):
                 words[FAILURE + number] = given[_MAKE + number]
-            fail(words, own, 3)
+            fail(words, own, 3, True)
             drop_reference(result)
             return 0
         if found == CHANGED:
@@ -289,4 +291,4 @@ def make_start() -> Callable[[int, int, int], int]:
     return start
 
 
-__all__ = ["fail", "has_turn", "make_repeat", "make_start", "return_turn", "take_turn"]
+__all__ = ["fail", "make_repeat", "make_start", "return_turn", "take_turn"]

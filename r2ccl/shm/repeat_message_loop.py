@@ -24,7 +24,7 @@ from r2ccl.shm.atomics import call_direct, words_at
 from r2ccl.shm.layout import CHANGED, FINISHED
 from r2ccl.shm.message_layout import CALL_RESULT
 from r2ccl.shm.repeat import FAILURE, FALSE, SLOW
-from r2ccl.shm.repeat_loop import fail, has_turn, return_turn, take_turn
+from r2ccl.shm.repeat_loop import fail, return_turn, take_turn
 from r2ccl.shm.repeat_message import (
     ARRAY_TYPE,
     CALLS,
@@ -113,8 +113,7 @@ def make_message() -> Callable[[int, int, int], int]:
             is_returned = result != 0
         drop_reference(call)
         if not is_returned:
-            if found == FINISHED or has_turn(words):
-                fail(words, own, 0)
+            fail(words, own, 0, found == FINISHED)
             drop_reference(result)
             return 0
         if found == CHANGED:

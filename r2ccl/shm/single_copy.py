@@ -12,7 +12,7 @@ from r2ccl.kernels.compiling import inlined
 from r2ccl.shm.atomics import call_kernel, words_at
 from r2ccl.shm.layout import BASES, NRANKS, RANK, SCRATCH, SCRATCH_NBYTES, STREAM_NBYTES
 from r2ccl.shm.places import input_of, output_of, unmapped_input_of
-from r2ccl.shm.reading import read_array
+from r2ccl.shm.reading import can_read, read_array
 from r2ccl.shm.rounds import copy
 
 
@@ -57,18 +57,19 @@ def reduce_share(state: Any, sources: Any, nbytes: Any, kernel: Any) -> None:
 
 @inlined
 def copy_input(
-    state: Any, peer: Any, offset: Any, target: Any, nbytes: Any, is_streamed: Any
+    state: Any, address: Any, peer: Any, offset: Any, target: Any, nbytes: Any, is_streamed: Any
 ) -> Any:
     """Copy `nbytes` bytes, from `offset` on, of the input of rank `peer` to address `target`.
 
-    Return False if the memory of the rank cannot be read, because the rank ends.
-
-    If `is_streamed`, the bytes may be written past the caches: the caller must call
+    Return False if the memory of the rank cannot be read. `address` is that of the state. If
+    `is_streamed`, the bytes may be written past the caches: the caller must call
     `r2ccl.shm.atomics.stream_fence` before it tells other ranks that they are written.
     """
     unmapped = unmapped_input_of(state, peer)
     if unmapped != 0:
-        return read_array(state, peer, target, unmapped + offset, nbytes)
+        is_read = read_array(state, peer, target, unmapped + offset, nbytes)
+        # Another process may have the number of the process by now.
+        return is_read and can_read(state, address, peer)
     copy(target, input_of(state, peer) + offset, nbytes, is_streamed)
     return True
 

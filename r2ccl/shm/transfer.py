@@ -57,10 +57,12 @@ _DOWN_SHIFT, _UP_SHIFT = 1, 3
 #: Lowest bits of a duration that is told: the transfer.
 _TRANSFER_BITS = 2
 _TRANSFER_MASK = (1 << _TRANSFER_BITS) - 1
+#: Word in place of a duration: no transfer has this number.
+_NEUTRAL = _TRANSFER_MASK
 
 
 @inlined
-def choose(state: Any, given: Any, nbytes: Any, may_read: Any) -> None:
+def choose(state: Any, given: Any, is_choosing: Any, may_read: Any) -> None:
     """Choose the transfer of a call that begins, and store it in TRANSFER.
 
     Parameters
@@ -68,20 +70,20 @@ def choose(state: Any, given: Any, nbytes: Any, may_read: Any) -> None:
     state : pointer to int64
     given : pointer to int64
         Words of the prepared call.
-    nbytes : int64
-        Size in bytes of a part (the mean size, if parts differ in size) or, in an allreduce, of the
-        whole input. With less than `LEAST_NBYTES`, for example 0, the transfer is CACHED.
+    is_choosing : bool
+        False: the transfer is CACHED.
     may_read : bool
-        True if the transfer may be READ.
+        True if the transfer may be READ; the same on all ranks. A rank that cannot let its array be
+        read uses CACHED instead of READ.
     """
     state[BEGUN_NS] = 0
     state[TRANSFER] = CACHED
-    if nbytes >= LEAST_NBYTES:
+    if is_choosing:
         ntransfers = 3 if may_read else 2
         row = given[LOOP_NCALLS] >> _ROW_BITS
         given[LOOP_NCALLS] += 1
         turn = _FIRST_TURN
-        while 2 * turn <= row <= _LAST_TURN:
+        while 2 * turn <= min(row, _LAST_TURN):
             turn *= 2
         if row < ntransfers:
             state[TRANSFER] = row
@@ -99,13 +101,16 @@ def choose(state: Any, given: Any, nbytes: Any, may_read: Any) -> None:
 
 
 @inlined
-def tell(state: Any, given: Any) -> None:
+def tell(state: Any, given: Any, is_choosing: Any) -> None:
     """Write into this rank's header how long the last call of this kind took.
 
-    Call this function after `r2ccl.shm.rounds.write_header`.
+    With `is_choosing` False, tell that this rank has no part in the choice, because its parts are
+    small, or all ranks map its array. Call this function after `r2ccl.shm.rounds.write_header`.
     """
+    if not is_choosing:
+        given[LOOP_LAST] = 0
     header = header_of(state, state[RANK], first_round(state))
-    store_release(header + LAST, given[LOOP_LAST])
+    store_release(header + LAST, given[LOOP_LAST] if is_choosing else _NEUTRAL)
 
 
 @inlined
@@ -125,6 +130,8 @@ def learn(state: Any, given: Any) -> None:
     longest = last
     for peer in range(state[NRANKS]):
         told = load_acquire(header_of(state, peer, first) + LAST)
+        if told == _NEUTRAL:
+            continue
         longest = max(longest, told)
         if told == 0 or (told ^ last) & _TRANSFER_MASK != 0:
             return

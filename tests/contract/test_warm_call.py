@@ -71,8 +71,8 @@ def test_a_warm_allreduce_enters_few_modules_and_each_once(compiled: str, last: 
         assert len(visits) == len(set(visits)), visits
 
 
-def names_of_a_repeated_allreduce(shm: str) -> list[str]:
-    """Return the name of each function that a repeated call calls."""
+def names_of_a_repeated_call(name: str, shm: str) -> list[str]:
+    """Return the name of each function that a repeated allreduce or sendrecv calls."""
     called: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -80,22 +80,32 @@ def names_of_a_repeated_allreduce(shm: str) -> list[str]:
             called.append(frame.f_code.co_name)
 
     with r2ccl.init(shm=shm, compiled="1") as comm:
-        x = np.ones(64, np.float32)
+        x, out, peer = np.ones(64, np.float32), np.empty(64, np.float32), 1 - comm.rank
         traces = []
         for _ in range(20):
             called.clear()
             sys.setprofile(note)
             try:
-                comm.allreduce(x)
+                if name == "allreduce":
+                    comm.allreduce(x)
+                else:
+                    comm.sendrecv(x, peer, out, peer)
             finally:
                 sys.setprofile(None)
             traces.append(called.copy())
     return min(traces, key=len)
 
 
-@pytest.mark.parametrize(("shm", "most"), [("1", MOST_LOCAL), ("0", MOST_REPEATED)])
-def test_a_repeated_allreduce_calls_few_functions(shm: str, most: int) -> None:
-    program = functools.partial(names_of_a_repeated_allreduce, shm)
+@pytest.mark.parametrize(
+    ("name", "shm", "most"),
+    [
+        ("allreduce", "1", MOST_LOCAL),
+        ("sendrecv", "1", MOST_LOCAL),
+        ("allreduce", "0", MOST_REPEATED),
+    ],
+)
+def test_a_repeated_call_calls_few_functions(name: str, shm: str, most: int) -> None:
+    program = functools.partial(names_of_a_repeated_call, name, shm)
     for called in launch(program, 2, timeout_s=60.0):
-        assert called[0] == "allreduce"
+        assert called[0] == name
         assert len(called) <= most, called

@@ -15,7 +15,7 @@ from support.local_ranks import Host
 from r2ccl.dtypes import CODES
 from r2ccl.shm import group as group_module
 from r2ccl.shm.group import LocalGroup
-from r2ccl.shm.layout import TOKEN, TRANSFER
+from r2ccl.shm.layout import DIRECT, MODE, TOKEN, TRANSFER
 from r2ccl.shm.reading import offer_word
 from r2ccl.shm.segment import Segment
 from r2ccl.shm.transfer import READ
@@ -37,7 +37,7 @@ def check_matrix(host: Host, offender: int = -1) -> tuple[list[str], int]:
     def counted(self: LocalGroup, *given: Any) -> bool:
         nonlocal nread
         found = run(self, *given)
-        nread += int(self._memory[TRANSFER]) == READ
+        nread += _is_read(self)
         return found
 
     LocalGroup.run = counted  # type: ignore[method-assign]
@@ -45,6 +45,12 @@ def check_matrix(host: Host, offender: int = -1) -> tuple[list[str], int]:
         group_module.offer_word = _offer_wrong_word  # type: ignore[attr-defined]
     wrong = local_programs.check_matrix(host, ["float32", "uint8"], None, READ)
     return wrong, nread
+
+
+def _is_read(group: LocalGroup) -> bool:
+    """Return whether peers have read this rank's array in the last call, which uses no `empty`."""
+    state = group._memory
+    return bool(state[MODE] == DIRECT and state[TRANSFER] == READ)
 
 
 def _offer_wrong_word(own: Segment) -> Array:
@@ -65,8 +71,7 @@ def gather_secret_memory(host: Host) -> list[tuple[bool, bool]]:
     for x in (secret_memory(nbytes), np.empty(nbytes, np.uint8)):
         x[:] = host.index
         local_programs.call(group, Collective.ALLGATHER, x, out, _U8, out.size)
-        is_read = int(group._memory[TRANSFER]) == READ
-        found.append((bool((out == wanted).all()), is_read))
+        found.append((bool((out == wanted).all()), _is_read(group)))
     group.close()
     return found
 

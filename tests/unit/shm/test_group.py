@@ -66,6 +66,13 @@ def test_slots_written_past_the_caches_give_exact_results(nranks):
     assert _run(nranks, "check_matrix", ["float32", "uint8"], None, PAST_CACHES) == wanted
 
 
+@pytest.mark.parametrize("is_symmetric", [False, True])
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_an_alltoall_may_be_in_place_on_some_ranks(nranks, is_symmetric):
+    wanted = [["value", [True] * 3]] * nranks
+    assert _run(nranks, "alltoall_partly_in_place", is_symmetric) == wanted
+
+
 def test_only_calls_of_some_size_choose_how_to_write_slots():
     assert _run(2, "durations", LEAST_NBYTES) == [["value", [True, True]]] * 2
     assert _run(2, "durations", LEAST_NBYTES // 2) == [["value", [False, False]]] * 2

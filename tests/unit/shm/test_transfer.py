@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from r2ccl.shm import layout
-from r2ccl.shm.transfer import CACHED, LEAST_NBYTES, PAST_CACHES, READ, choose
+from r2ccl.shm.transfer import CACHED, PAST_CACHES, READ, choose
 
 
 def _choices(
@@ -14,7 +14,7 @@ def _choices(
     durations_ns: tuple[int, ...] = (),
     *,
     nbefore: int = 0,
-    nbytes: int = LEAST_NBYTES,
+    is_choosing: bool = True,
     may_read: bool = False,
 ) -> list[int]:
     """Return the transfers of the next calls, after `nbefore` calls with these durations."""
@@ -28,7 +28,7 @@ def _choices(
     found = []
     for number in range(ncalls):
         state[layout.NCALLS] = 1000 + number
-        choose(state, given, nbytes, may_read)
+        choose(state, given, is_choosing, may_read)
         found.append(int(state[layout.TRANSFER]))
     return found
 
@@ -42,7 +42,9 @@ def _rows(choices: list[int]) -> list[int]:
 
 def test_the_first_calls_use_each_transfer_in_turn():
     assert _rows(_choices(4 * 11, (5, 4, 3))) == [0, 1, *[1] * 6, 0, 1, 1]
-    assert _rows(_choices(4 * 12, (5, 4, 3), may_read=True)) == [0, 1, 2, *[2] * 5, 0, 1, 2, 2]
+    rows = _rows(_choices(4 * 140, (5, 4, 3), may_read=True))
+    assert rows[:12] == [0, 1, 2, *[2] * 5, 0, 1, 2, 2]
+    assert rows[126:132] == [2, 2, 0, 1, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -71,5 +73,5 @@ def test_trials_are_the_same_on_all_ranks():
     assert set(trials) == {(CACHED, CACHED), (PAST_CACHES, PAST_CACHES)}
 
 
-def test_small_calls_use_the_caches():
-    assert not any(_choices(640, (5, 3, 2), nbytes=LEAST_NBYTES - 1, may_read=True))
+def test_calls_that_do_not_choose_use_the_caches():
+    assert not any(_choices(640, (5, 3, 2), is_choosing=False, may_read=True))
