@@ -22,8 +22,12 @@ from r2ccl.shm import layout, symmetric
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+#: Root of the broadcast of `slices`.
+ROOT = 1
+
+
 def is_direct(comm: r2ccl.Communicator) -> bool:
-    """Return whether peers reached the arrays of the last call that could do so."""
+    """Return whether peers reached this rank's arrays in the last call."""
     local = comm._participant.on_host.local
     assert local is not None
     return bool(local._group._memory[layout.MODE] == layout.DIRECT)
@@ -52,7 +56,7 @@ def forms() -> None:
 
 
 def slices() -> list[bool]:
-    """Call on slices and views of one array; return for each whether peers reached them."""
+    """Call on slices and views of one array; return for each whether peers reached this rank's."""
     found = []
     with r2ccl.init() as comm:
         n, rank = comm.nranks, comm.rank
@@ -76,7 +80,7 @@ def slices() -> list[bool]:
         note(bool((comm.allgather(x).reshape(n, -1) == np.arange(n)[:, None]).all()))
         note(bool((comm.alltoall(x).reshape(n, -1) == np.arange(n)[:, None]).all()))
         note(bool((comm.reduce_scatter(x) == sum(range(n))).all()))
-        note(bool((comm.broadcast(x, root=1) == 1).all()))
+        note(bool((comm.broadcast(x, root=ROOT) == ROOT).all()))
         other = np.ones(n * 50_000, np.float32) if rank else x
         other[:] = 1
         note(bool((comm.allreduce(other) == n).all()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,9 +15,10 @@ from support import local_programs
 from support.local_ranks import Host
 
 from r2ccl.dtypes import CODES
+from r2ccl.errors import TransportError
 from r2ccl.shm import group as group_module
 from r2ccl.shm.group import LocalGroup
-from r2ccl.shm.layout import DIRECT, MODE, TOKEN, TRANSFER
+from r2ccl.shm.layout import CAN_READ, DIRECT, MODE, TOKEN, TRANSFER
 from r2ccl.shm.reading import offer_word
 from r2ccl.shm.segment import Segment
 from r2ccl.shm.transfer import READ
@@ -74,6 +77,31 @@ def gather_secret_memory(host: Host) -> list[tuple[bool, bool]]:
         found.append((bool((out == wanted).all()), _is_read(group)))
     group.close()
     return found
+
+
+def stop_being_readable(host: Host) -> list[str]:
+    """Rank 1 becomes unreadable between two allgathers; return what each rank raises."""
+
+    def attend(resume: Callable[[], bool], call: int) -> None:
+        until_s = time.monotonic() + 5
+        while not resume():
+            if time.monotonic() > until_s:
+                raise TimeoutError
+
+    local_programs.prefer(READ)
+    group, size, raised = host.connect(attend=attend), 1 << 16, []
+    x, out = np.ones(size, np.uint8), np.zeros(2 * size, np.uint8)
+    for _ in range(2):
+        try:
+            local_programs.call(group, Collective.ALLGATHER, x, out, _U8, out.size)
+        except (TimeoutError, TransportError) as exc:
+            raised.append(f"{type(exc).__name__}: {exc}")
+        if host.index == 1:
+            group._own.words[TOKEN // 8] ^= 1  # as if another process had its number
+        host.exchange(b"x")
+    raised.append(str(group._own.words[CAN_READ // 8]))
+    group.close()
+    return raised
 
 
 def secret_memory(nbytes: int) -> Array:

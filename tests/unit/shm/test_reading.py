@@ -29,3 +29,11 @@ def test_no_array_is_read_if_one_rank_cannot_be():
 @pytest.mark.skipif(not has_secret_memory(), reason="the kernel has no memfd_secret")
 def test_memory_that_nobody_can_read_is_copied():
     assert _run(2, "gather_secret_memory") == [[[True, False], [True, True]]] * 2
+
+
+def test_a_process_that_can_no_longer_be_read_ends_the_call_soon():
+    reader, owner = _run(2, "stop_being_readable")
+    assert len(reader) == len(owner) == 2
+    assert reader[0].startswith("TransportError: rank 10: cannot read the memory of the process of")
+    assert owner[0].startswith("TimeoutError")
+    assert (reader[1], owner[1]) == ("0", "1")
