@@ -1,4 +1,4 @@
-"""Turn to run collectives of one communicator: the class `Turn`."""
+"""Turn to run collectives, or to move messages, of one communicator: the class `Turn`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 class Turn:
-    """Right to run collectives of one communicator, which one thread has at a time.
+    """Right to run collectives of one communicator, or to move its messages in shared memory.
 
-    A thread takes the turn in one of two ways, from the first copy of a collective to its last:
+    One thread has the turn at a time: from the first copy of a collective to its last, or while it
+    moves messages. There are two ways to take it:
 
-    - It acquires `lock`, sets `is_running` unless it is the worker, whose queued task is known, and
-      then waits until `is_repeating` is False.
-    - In compiled code, which holds the GIL, it finds that no blocking call runs, that the worker is
-      idle and that `is_repeating` is False, and sets `is_repeating`. Acquiring `lock` would take
-      longer than all these steps together.
+    - A thread acquires `lock`, sets `is_running` unless it is the worker, whose queued task is
+      known, and then waits until `is_repeating` is False.
+    - Compiled code, which holds the GIL, finds that `is_running` and `is_repeating` are False and
+      that the worker, if there is one, is idle, and sets `is_repeating`. Acquiring `lock` would
+      take longer than all these steps together.
 
     So if two threads try at the same time, one of them sees the other. The lock is re-entrant,
     because only a re-entrant lock can tell whether this thread holds it. Ctrl-C may come just as a
@@ -32,11 +33,12 @@ class Turn:
     ----------
     lock : RLock
     is_running : bool
-        True while a blocking call holds the lock.
+        True while a thread other than the worker holds the lock.
     is_repeating : bool
         True while compiled code has the turn.
     is_awaited : bool
-        True if a thread waits until compiled code has returned the turn; it then calls `wake`.
+        True if a thread waits until compiled code has returned the turn; compiled code then calls
+        `wake`.
     holder : ndarray
         One word: the identifier of the thread in which compiled code last took the turn.
     """

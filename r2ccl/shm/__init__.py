@@ -23,7 +23,8 @@ other ranks map; segments for arrays of the user are made on request. Modules:
 - `group` has `LocalGroup`, the object that a communicator calls;
 - `message_layout` has the offsets in the memory for messages, and the words of a rank's table;
 - `frames` has the compiled steps of messages, `pump` the compiled loop that moves them;
-- `one_message` sends and receives in one compiled call;
+- `one_message` sends and receives in one compiled call; `repeat_message` makes functions that run
+  such a call again, `repeat_message_loop` has their compiled code;
 - `rings` has `Rings`, which `r2ccl.runtime.messages` uses;
 - `machine` tells whether ranks can share memory on this kind of machine.
 

@@ -1,7 +1,7 @@
 """Messages of one communicator in memory that its ranks share: threads, waits and errors.
 
-One thread at a time, whose *turn* it is, moves messages and holds a lock meanwhile. A thread that
-waits for a message moves the messages of all threads. While no thread waits, the owner of the data
+One thread at a time, whose *turn* it is (`r2ccl.runtime.turn`), moves messages. A thread that waits
+for a message moves the messages of all threads. While no thread waits, the owner of the data
 loop moves messages: at each tick, and more often while frames of this rank wait for room or the
 data of announced messages moves.
 
