@@ -178,7 +178,7 @@ def test_python_continues_other_results(result):
     assert messages.failures == []
 
 
-def test_an_error_after_the_turn_was_returned_is_only_raised():
+def test_an_error_after_the_turn_was_returned_is_raised():
     messages = Messages()
     messages.results, messages.error = [OPEN], KeyError("a peer")
     with pytest.raises(KeyError, match="a peer"):
@@ -186,7 +186,7 @@ def test_an_error_after_the_turn_was_returned_is_only_raised():
     assert messages.failures == []
 
 
-def test_an_error_before_the_turn_is_returned_ends_the_communicator():
+def test_an_error_before_the_turn_returns_is_noted():
     messages = Messages()
     messages.results, messages.error, messages.keeps_turn = [OPEN], KeyboardInterrupt(), True
     with pytest.raises(KeyboardInterrupt):
@@ -212,7 +212,7 @@ def test_threads_that_wait_for_the_turn_are_woken():
     assert messages.nwakes == 1
 
 
-def test_ctrl_c_as_threads_are_woken_ends_the_communicator():
+def test_ctrl_c_as_threads_are_woken_is_noted_too():
     messages = Messages()
     messages.turn.is_awaited, messages.wake_error = True, KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
