@@ -119,6 +119,30 @@ def thread_ident(typing_context: Any) -> Any:
 
 
 @inlined
+def handle_signals() -> Any:
+    """Run the handlers of signals that have arrived; return False if one raised an exception."""
+    return _check_signals() & 0xFFFFFFFF == 0
+
+
+@intrinsic
+def _check_signals(typing_context: Any) -> Any:
+    return types.int64(), _calling("PyErr_CheckSignals")
+
+
+@intrinsic
+def stack_words(typing_context: Any) -> Any:
+    """Return the address of eight words of this call of the compiled function.
+
+    Each place in the code that calls this function has its own words.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_I64, 8)), _I64)
+
+    return types.int64(), generate
+
+
+@inlined
 def take_exception(at: Any) -> None:
     """Clear the exception that is set; store its type, value and traceback in three words at `at`.
 
@@ -221,6 +245,7 @@ __all__ = [
     "data_at",
     "dict_item",
     "drop_reference",
+    "handle_signals",
     "has_value",
     "list_item",
     "list_size",
@@ -230,6 +255,7 @@ __all__ = [
     "restore_thread",
     "save_thread",
     "set_attribute",
+    "stack_words",
     "take_exception",
     "thread_ident",
     "tuple_item",

@@ -140,11 +140,10 @@ class MessageCalls:
         received: DirectEnd | None,
     ) -> Outcome:
         """Return the result of ``way.begin``; let compiled code begin such calls from now on."""
-        found = way.begin(key, sent, received)
         if not self._is_compiled and way.starter is not None:
             self._is_compiled = True
             self._compile(way, way.starter)
-        return found
+        return way.begin(key, sent, received)
 
     def _compile(self, way: Way, starter: Starter) -> None:
         groups, conditions = self._collectives.conditions_of_plain()
@@ -168,9 +167,12 @@ class MessageCalls:
         def compiled(slow: Callable[..., Any], *names: str) -> Callable[..., Any]:
             return starter.compiled(slow, names, proceed, fail, groups, conditions)
 
-        self.send = compiled(self._send, "x", "to", "tag", "is_synchronous", "is_async")
-        self.recv = compiled(self._recv, "out", "source", "tag", "is_async")
-        self.sendrecv = compiled(self._sendrecv, "x", "to", "tag", "out", "source", "recv_tag")
+        made = (
+            compiled(self._send, "x", "to", "tag", "is_synchronous", "is_async"),
+            compiled(self._recv, "out", "source", "tag", "is_async"),
+            compiled(self._sendrecv, "x", "to", "tag", "out", "source", "recv_tag"),
+        )
+        self.send, self.recv, self.sendrecv = made
 
     def _wait(self, request: MessageRequest) -> Any:
         return self._collectives.start_message(lambda: request, False)

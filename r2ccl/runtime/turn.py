@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from threading import Condition, RLock, get_ident
+from collections import deque
+from contextlib import suppress
+from threading import Lock, RLock, get_ident
 
 import numpy as np
 
@@ -48,7 +50,8 @@ class Turn:
         self.is_running = False
         self.is_repeating = False
         self.is_awaited = False
-        self._returned = Condition()
+        #: Locks for which threads in `await_return` wait; several may belong to one thread.
+        self._gates: deque[Lock] = deque()
         self.holder = np.zeros(1, np.int64)
 
     @property
@@ -81,21 +84,25 @@ class Turn:
 
     def _await_return(self, timeout_s: float) -> bool:
         until_s = monotonic() + timeout_s
-        with self._returned:
-            while True:
-                self.is_awaited = True
-                if not self.is_repeating:
-                    return True
-                left_s = until_s - monotonic()
-                if left_s <= 0:
-                    return False
-                self._returned.wait(min(left_s, _LOOK_S))
+        while True:
+            # Ctrl-C may come anywhere here. A gate that is left in the list then is opened later.
+            gate = Lock()
+            gate.acquire()
+            self._gates.append(gate)
+            self.is_awaited = True
+            if not self.is_repeating:
+                return True
+            left_s = until_s - monotonic()
+            if left_s <= 0:
+                return False
+            gate.acquire(timeout=min(left_s, _LOOK_S))
 
     def wake(self) -> None:
         """Wake the threads in `await_return`."""
-        with self._returned:
-            self.is_awaited = False
-            self._returned.notify_all()
+        self.is_awaited = False
+        with suppress(IndexError):
+            while True:
+                self._gates.popleft().release()
 
 
 #: Longest time in seconds between two looks at the turn, in case Ctrl-C prevents `Turn.wake`.

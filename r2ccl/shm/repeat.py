@@ -50,9 +50,8 @@ SLOW, FAILED, TURN, REPEATING, AWAITED, WAKE, GROUPS = 0, 1, 2, 3, 4, 5, 6
 FALSE, TRUE = 9, 11
 #: Address of the word for the thread that has the turn.
 HOLDER = 12
-#: Up to four arguments of FAILED, the last of which is the error. Type, value and traceback of this
-#: error.
-FAILURE, ERROR_TYPE, ERROR = 13, 17, 18
+#: Arguments of FAILED before the error, at most three.
+FAILURE = 13
 # Indices of the words of `start_of`: addresses of objects.
 LAST, FUNCTION_TYPE = 7, 8
 #: Words for other compiled functions that take a turn.
@@ -249,8 +248,6 @@ __all__ = [
     "AWAITED",
     "CALL",
     "CONDITIONS",
-    "ERROR",
-    "ERROR_TYPE",
     "FAILED",
     "FAILURE",
     "FALSE",

@@ -13,6 +13,7 @@ from r2ccl.kernels.python_api import (
     data_at,
     dict_item,
     drop_reference,
+    handle_signals,
     has_value,
     list_item,
     list_size,
@@ -22,6 +23,7 @@ from r2ccl.kernels.python_api import (
     restore_thread,
     save_thread,
     set_attribute,
+    stack_words,
     take_exception,
     thread_ident,
     tuple_item,
@@ -36,8 +38,6 @@ from r2ccl.shm.repeat import (
     AWAITED,
     CALL,
     CONDITIONS,
-    ERROR,
-    ERROR_TYPE,
     FAILED,
     FAILURE,
     FALSE,
@@ -71,6 +71,7 @@ _NO_OUTPUT, _IS_INPUT = int(Role.NONE), int(Role.INPUT)
 # Arguments of `start`: index of the function that makes the request, and of the input, which the
 # output follows; number of arguments up to the output.
 _MAKE, _X, _NBEFORE = 2, 3, 5
+_MOST_TRIES = 3
 
 
 @inlined
@@ -171,27 +172,36 @@ def return_turn(words: Any, args: Any) -> Any:
 
 
 @inlined
-def fail(words: Any, own: Any, nfailure: Any, is_always: Any) -> None:
+def fail(words: Any, nfailure: Any, is_always: Any) -> None:
     """Call FAILED because of the exception that is set, and keep the exception.
 
     If this thread has the turn, FAILED is called, and the turn is returned afterwards. Otherwise it
     is only called if `is_always`. FAILED gets the first `nfailure` words of FAILURE, and the
-    exception; if it raises another one, that one is set instead. `own` is the address of `words`.
+    exception. If it raises another exception, it is called again, up to `_MOST_TRIES` times, and
+    this other exception is set in the end.
     """
+    # Other threads use the words while this one runs code of Python.
+    arguments = stack_words()
+    error = arguments + 8 * 4
+    for number in range(nfailure):
+        words_at(arguments)[number] = words[FAILURE + number]
     # Not even the attribute of an object may be read while an exception is set.
-    take_exception(own + 8 * ERROR_TYPE)
+    take_exception(error)
     if is_always or has_turn(words):
-        words[FAILURE + nfailure] = words[ERROR]
-        done = call_with(words[FAILED], own + 8 * FAILURE, nfailure + 1)
-        if done == 0:  # such as Ctrl-C
+        for _ in range(_MOST_TRIES):
+            words_at(arguments)[nfailure] = words_at(error)[1]
+            done = call_with(words[FAILED], arguments, nfailure + 1)
+            drop_reference(done)
+            if done != 0:
+                break
+            # Such as Ctrl-C.
             for number in range(3):
-                drop_reference(words[ERROR_TYPE + number])
-            take_exception(own + 8 * ERROR_TYPE)
-        drop_reference(done)
+                drop_reference(words_at(error)[number])
+            take_exception(error)
         if has_turn(words):
             # Threads that wait for the turn look at it from time to time.
             set_attribute(words[TURN], words[REPEATING], words[FALSE])
-    raise_again(own + 8 * ERROR_TYPE)
+    raise_again(error)
 
 
 def make_repeat() -> Callable[[int, int, int], int]:
@@ -246,8 +256,8 @@ def make_start() -> Callable[[int, int, int], int]:
     """
 
     def start(owner: Any, args: Any, nargs: Any) -> Any:
-        own = data_at(tuple_item(owner, 0))
-        words, given, nrest = words_at(own), words_at(args), nargs - _NBEFORE
+        words, given = words_at(data_at(tuple_item(owner, 0))), words_at(args)
+        nrest = nargs - _NBEFORE
         if nrest < 1 or given[0] != words[NONE] or given[1] != words[FALSE]:
             return call_with(words[SLOW], args, nargs)
         repeat = dict_item(words[LAST], given[_MAKE])
@@ -274,13 +284,15 @@ def make_start() -> Callable[[int, int, int], int]:
             done = call_with(call[PROCEED], at + 8 * ARGUMENTS, 2)
             has_failed = done == 0
             drop_reference(done)
+        elif found == FINISHED:
+            has_failed = not handle_signals()
         if not has_failed:
             has_failed = not return_turn(words, args)
         drop_reference(repeat)
         if has_failed:
             for number in range(3):
                 words[FAILURE + number] = given[_MAKE + number]
-            fail(words, own, 3, True)
+            fail(words, 3, True)
             drop_reference(result)
             return 0
         if found == CHANGED:

@@ -36,7 +36,7 @@ KEYS = SPECIAL + 12
 INT_TYPE = SPECIAL + 16
 
 # Indices of an earlier call, a tuple: an array of its words (`r2ccl.shm.message_layout`), the tuple
-# of its ranks and tags, and the message that it received last.
+# of its ranks and tags, and a list of one item, the message that it received last.
 
 WORDS, KEY, MESSAGE = 0, 1, 2
 

@@ -12,6 +12,7 @@ from r2ccl.kernels.python_api import (
     call_with,
     data_at,
     drop_reference,
+    handle_signals,
     list_item,
     list_size,
     new_reference,
@@ -102,10 +103,11 @@ def make_message() -> Callable[[int, int, int], int]:
         )
         restore_thread(thread)
         result, is_returned = 0, False
-        if found in (FINISHED, CHANGED):
+        if found == FINISHED:
+            is_returned = handle_signals() and return_turn(words, args)
+            result = new_reference(list_item(tuple_item(call, MESSAGE), 0))
+        elif found == CHANGED:
             is_returned = return_turn(words, args)
-            if found == FINISHED:
-                result = new_reference(tuple_item(call, MESSAGE))
         else:
             words_at(at)[CALL_RESULT] = found
             words[FAILURE], words[FAILURE + 1], words[FAILURE + 2] = call, source, target
@@ -113,7 +115,7 @@ def make_message() -> Callable[[int, int, int], int]:
             is_returned = result != 0
         drop_reference(call)
         if not is_returned:
-            fail(words, own, 0, found == FINISHED)
+            fail(words, 0, found == FINISHED)
             drop_reference(result)
             return 0
         if found == CHANGED:

@@ -48,6 +48,10 @@ def test_repeated_messages_see_changed_arrays() -> None:
     run(programs.repeated, 3)
 
 
+def test_the_sizes_of_messages_are_right_after_many_kinds() -> None:
+    assert run(programs.many_kinds, 2) == [[], []]
+
+
 def test_a_repeated_message_that_does_not_fit_is_refused() -> None:
     receiver, sender = run(programs.not_fitting_repeated, 2)
     assert len(receiver) == 4

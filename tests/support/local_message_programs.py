@@ -349,6 +349,34 @@ def closing_a_child() -> list[bool]:
         return [is_right and bool((out[:3] == 2).all())]
 
 
+def many_kinds() -> list[tuple[int, int]]:
+    """Receive messages of other sizes after many kinds of calls; return the wrong sizes."""
+    wrong = []
+    with r2ccl.init() as comm:
+        x, out, nothing, peer = np.ones(64), np.zeros(64), np.zeros(0), 1 - comm.rank
+
+        def pass_on(size: int) -> None:
+            if comm.rank == 0:
+                comm.send(x[:size].copy(), peer, tag=7)
+                comm.recv(nothing, peer, tag=8)
+                return
+            found = comm.recv(out, peer, tag=7)
+            if found.count != size:
+                wrong.append((size, found.count))
+            comm.send(nothing, peer, tag=8)
+
+        for size in (10, 20) * 5:
+            pass_on(size)
+        for tag in range(100, 200):  # more than are remembered
+            if comm.rank == 0:
+                comm.recv(nothing, peer, tag=tag)
+            else:
+                comm.send(nothing, peer, tag=tag)
+        for size in (10, 20, 20, 30, 30, 10, 10):
+            pass_on(size)
+    return wrong
+
+
 def repeated() -> None:
     """Repeat messages with arrays that change in every way that matters."""
     with r2ccl.init() as comm:

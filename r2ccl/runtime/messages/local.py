@@ -348,10 +348,12 @@ class LocalMessages:
             )
 
         call = self.own(prepare, is_step=True)
-        made = PreparedMessage(call.words, key, None, call)
+        made = PreparedMessage(call.words, key, [None], call)
         if has_form:
             if len(self._prepared) >= _NPREPARED:
                 self._prepared.clear()
+                for recent in self._recent.values():
+                    recent.clear()
             self._keep(made)
         x = NOTHING if first is None else first.array
         return self._run(made, x, NOTHING if second is None else second.array)
@@ -375,7 +377,7 @@ class LocalMessages:
                     return NOT_RUN
                 result = self._direct(made.call.at, id(x) + DATA, id(out) + DATA)
                 if result == FINISHED:
-                    return made.message
+                    return made.last[0]
                 if result == CHANGED:
                     return NOT_RUN
                 return self._outcome(made, result, x, out)
@@ -394,10 +396,8 @@ class LocalMessages:
         call = made.call
         if result == OPEN:
             return self._take_over(call, x, out)
-        message = message_of(call, int(call.words[CALL_RECV_DTYPE]))
-        if self._prepared.get(made.key) is made:
-            self._keep(made._replace(message=message))
-        return message
+        made.last[0] = message_of(call, int(call.words[CALL_RECV_DTYPE]))
+        return made.last[0]
 
     def compiled(
         self,
@@ -432,23 +432,15 @@ class LocalMessages:
             try:
                 return self._outcome(made, int(made.words[CALL_RESULT]), x, out)
             finally:
-                self._return_turn()
+                self._turn.is_repeating = False
+                if self._turn.is_awaited:
+                    self._turn.wake()
         except BaseException as exc:
             raise self._failed(exc) from None
 
     def fail(self, error: BaseException) -> None:
         """Implement `Starter.fail`."""
-        self._has_ended = True
-        if self._turn.is_repeating and self._turn.is_mine:
-            self._return_turn()
         self._failed(error)
-
-    def _return_turn(self) -> None:
-        """Return the turn that compiled code has taken in this thread."""
-        turn = self._turn
-        turn.is_repeating = False
-        if turn.is_awaited:
-            turn.wake()
 
     def _take_over(self, call: DirectCall, x: Any, out: Any) -> Delayed:
         self._is_quiet = False
@@ -471,6 +463,8 @@ class LocalMessages:
         self._has_ended = True
         for _ in range(_MOST_INTERRUPTS):
             try:
+                if self._turn.is_repeating and self._turn.is_mine:
+                    self._turn.is_repeating = False  # taken by compiled code in this thread
                 if not self._forget(_LAST_TURN_S):
                     _log.warning(
                         "rank %d: a thread still moves messages %g s after an error and may read "

@@ -39,13 +39,13 @@ class Delayed(NamedTuple):
 class PreparedMessage(NamedTuple):
     """Direct call that can be run again, see `r2ccl.shm.repeat_message`.
 
-    ``words`` are those of ``call``, ``key`` is the argument of `Way.begin`, and ``message`` is the
-    message that the call received last.
+    ``words`` are those of ``call``, ``key`` is the argument of `Way.begin`, and the item of
+    ``last`` is the message that the call received last; it changes only in the turn.
     """
 
     words: npt.NDArray[np.int64]
     key: tuple[int, ...]
-    message: Message | None
+    last: list[Message | None]
     call: Any
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
 from contextlib import suppress
 from threading import get_ident
@@ -13,7 +14,7 @@ import pytest
 
 from r2ccl.shm.layout import CHANGED, FINISHED
 from r2ccl.shm.message_layout import CALL_NWORDS, CALL_RESULT, FINISHED_OTHER, OPEN
-from r2ccl.shm.repeat_message import DIRECT, message_of
+from r2ccl.shm.repeat_message import DIRECT, STATE, message_of
 
 _DIRECT = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)
 X, OUT = np.ones(3), np.zeros(3)
@@ -35,7 +36,7 @@ class Messages:
         self.groups, self.nwakes = [], 0
         self.words = np.zeros(CALL_NWORDS, np.int64)
         self.message = object()
-        self.calls = [(self.words, key, self.message)]
+        self.calls = [(self.words, key, [self.message])]
         self._direct = _DIRECT(self._run)
         self.call = message_of(
             self._slow, self._proceed, self._failed, self.turn, self.groups,
@@ -86,7 +87,7 @@ def test_a_repeated_message_runs_in_compiled_code():
 
 def test_one_of_several_calls_is_found():
     messages = Messages()
-    others = [(messages.words, (1, 0, 2, tag), tag) for tag in range(7)]
+    others = [(messages.words, (1, 0, 2, tag), [tag]) for tag in range(7)]
     messages.calls[:] = [*others, *messages.calls]
     assert messages.sendrecv() is messages.message
     assert messages.sendrecv(recv_tag=6) == 6
@@ -221,6 +222,17 @@ def test_ctrl_c_as_threads_are_woken_is_noted_too():
     assert messages.turn.is_repeating is False
 
 
+def test_ctrl_c_during_a_message_ends_the_communicator():
+    messages = Messages()
+    words, libc_raise = messages.call.__self__[0], ctypes.CDLL(None)["raise"]
+    # The direct call of this test is raise(3); it returns FINISHED.
+    words[DIRECT], words[STATE] = ctypes.cast(libc_raise, ctypes.c_void_p).value, signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        messages.sendrecv()
+    assert list(map(type, messages.failures)) == [KeyboardInterrupt]
+    assert messages.turn.is_repeating is False
+
+
 @pytest.mark.parametrize(
     ("result", "error", "failure", "keeps_turn"),
     [
@@ -237,7 +249,7 @@ def test_no_reference_is_kept_or_dropped_too_often(result, error, failure, keeps
     messages.results, messages.error, messages.failure = [result], error, failure
     messages.keeps_turn = keeps_turn
     x, out, tag = X.copy(), OUT.copy(), 1 << 40
-    messages.calls[:] = [(messages.words, (1, 1 << 40, 2, -1), messages.message)]
+    messages.calls[:] = [(messages.words, (1, 1 << 40, 2, -1), [messages.message])]
     objects = x, out, tag, messages.calls[0], messages.turn, messages.message, error, failure, True
     before = [sys.getrefcount(each) for each in objects]
     for _ in range(2000):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
 from contextlib import suppress
 from threading import get_ident
@@ -54,7 +55,7 @@ class Calls:
             raise self.error
 
     def _failed(self, make, x, out, error):
-        assert self.turn.is_repeating == (self.error is not None)
+        assert self.turn.is_repeating == (self.wake_error is None)
         self.failures.append((make, x, out, error))
         if self.failure is not None:
             raise self.failure
@@ -207,6 +208,22 @@ def test_ctrl_c_as_threads_are_woken_is_noted():
     with pytest.raises(KeyboardInterrupt):
         calls.call(0, None)
     assert calls.failures == [(calls.make, X, OUT, calls.wake_error)]
+    assert calls.turn.is_repeating is False
+
+
+def test_ctrl_c_during_a_call_is_noted():
+    calls = Calls()
+    at = ctypes.cast(ctypes.CDLL(None)["raise"], ctypes.c_void_p).value
+    # The loop of this call is raise(3); it returns FINISHED.
+    calls.last[calls.make] = repeat_of(
+        at, signal.SIGINT, 0, (0, None),
+        uses_input=True, output=Role.ARRAY, proceed=calls._proceed, kept=calls,
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        calls.call(0, None)
+    assert [(*given, type(error)) for *given, error in calls.failures] == [
+        (calls.make, X, OUT, KeyboardInterrupt)
+    ]
     assert calls.turn.is_repeating is False
 
 
