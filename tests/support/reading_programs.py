@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import pytest
 from support import local_programs
 from support.local_ranks import Host
 
@@ -114,6 +118,28 @@ def secret_memory(nbytes: int) -> Array:
         return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
     finally:
         os.close(descriptor)
+
+
+_READ_PARENT = """
+import ctypes, sys
+vector = lambda address: (ctypes.c_size_t * 2)(address, 1)
+own, at, parent = ctypes.create_string_buffer(1), int(sys.argv[1]), int(sys.argv[2])
+read = ctypes.CDLL(None).process_vm_readv
+sys.exit(read(parent, vector(ctypes.addressof(own)), 1, vector(at), 1, 0) != 1)
+"""
+
+
+@functools.cache
+def can_read_processes() -> bool:
+    """Return whether this host lets a process read the memory of one that it did not start."""
+    word = np.zeros(1)
+    command = [sys.executable, "-c", _READ_PARENT, str(word.ctypes.data), str(os.getpid())]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+needs_reading = pytest.mark.skipif(
+    not can_read_processes(), reason="processes cannot read each other's memory here"
+)
 
 
 def has_secret_memory() -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from support.local_ranks import run_ranks
-from support.reading_programs import has_secret_memory
+from support.reading_programs import has_secret_memory, needs_reading
 from support.slow import slow_but
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), needs_reading]
 
 
 def _run(nranks, program, *arguments):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from support.local_ranks import run_ranks
+from support.reading_programs import needs_reading
 from support.slow import slow_but
 
 pytestmark = pytest.mark.timeout(300)
@@ -76,7 +77,10 @@ def test_failed_allocations_fail_on_all_ranks(what, text):
         assert re.search(text, said), said
 
 
-@pytest.mark.parametrize("which", ["ALLREDUCE", "REDUCE", "BROADCAST", "ALLGATHER"])
+@pytest.mark.parametrize(
+    "which",
+    ["ALLREDUCE", "REDUCE", "BROADCAST", pytest.param("ALLGATHER", marks=needs_reading)],
+)
 def test_no_call_finishes_with_the_array_of_a_rank_that_left(which):
     assert _run(2, "leave", which)[0] == ["left"]
 
