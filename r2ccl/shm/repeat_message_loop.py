@@ -104,8 +104,9 @@ def make_message() -> Callable[[int, int, int], int]:
         restore_thread(thread)
         result, is_returned = 0, False
         if found == FINISHED:
-            is_returned = handle_signals() and return_turn(words, args)
+            # Later, the message may be that of another thread, which has repeated the call.
             result = new_reference(list_item(tuple_item(call, MESSAGE), 0))
+            is_returned = handle_signals() and return_turn(words, args)
         elif found == CHANGED:
             is_returned = return_turn(words, args)
         else:

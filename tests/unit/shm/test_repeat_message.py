@@ -32,6 +32,8 @@ class Messages:
         self.turn = SimpleNamespace(
             is_repeating=False, is_awaited=False, wake=self._wake, holder=np.zeros(1, np.int64)
         )
+        #: Called when another thread may take the turn.
+        self.turn_over = lambda: None
         self.state = SimpleNamespace(refusal=None)
         self.groups, self.nwakes = [], 0
         self.words = np.zeros(CALL_NWORDS, np.int64)
@@ -71,6 +73,7 @@ class Messages:
 
     def _wake(self):
         self.nwakes += 1
+        self.turn_over()
         if self.wake_error is not None:
             raise self.wake_error
 
@@ -210,6 +213,14 @@ def test_threads_that_wait_for_the_turn_are_woken():
     messages = Messages()
     messages.turn.is_awaited = True
     messages.sendrecv()
+    assert messages.nwakes == 1
+
+
+def test_the_message_is_that_of_this_call():
+    messages = Messages()
+    message, messages.turn.is_awaited = messages.message, True
+    messages.turn_over = lambda: messages.calls[0][2].__setitem__(0, "of another thread")
+    assert messages.sendrecv() is message
     assert messages.nwakes == 1
 
 
