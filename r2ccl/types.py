@@ -45,8 +45,9 @@ class EnvelopeKind(enum.IntEnum):
     MESSAGE contains a short message. REQUEST announces any other message: a long one, a synchronous
     one, or a short one that would exceed `MOST_UNTAKEN` (`MOST_UNTAKEN_ON_LINKS`). GRANT or REFUSE
     answers a REQUEST; after a GRANT, the data follows as DATA in shared memory, or as slices of
-    links. On links, every envelope also reports how many bytes of the peer's short messages this
-    rank's receives have taken; TAKEN contains only this report.
+    links. In shared memory, the receiver may also read the data from the sender's process; READ
+    then answers the REQUEST afterwards. On links, every envelope also reports how many bytes of the
+    peer's short messages this rank's receives have taken; TAKEN contains only this report.
     """
 
     MESSAGE = 1
@@ -55,6 +56,7 @@ class EnvelopeKind(enum.IntEnum):
     REFUSE = 4
     TAKEN = 5
     DATA = 6
+    READ = 7
 
 
 #: Maximum total size of short messages to one peer that no receive has taken yet, in bytes: in

@@ -22,7 +22,8 @@ other ranks map; segments for arrays of the user are made on request. Modules:
   `repeat_loop` has the compiled code of these functions;
 - `group` has `LocalGroup`, the object that a communicator calls;
 - `message_layout` has the offsets in the memory for messages, and the words of a rank's table;
-- `frames` has the compiled steps of messages, `pump` the compiled loop that moves them;
+- `frames` has the compiled steps of messages, `message_transfer` the choice whether a long one is
+  read from the sender's process, `pump` the compiled loop that moves them;
 - `one_message` sends and receives in one compiled call; `repeat_message` makes functions that run
   such a call again, `repeat_message_loop` has their compiled code;
 - `rings` has `Rings`, which `r2ccl.runtime.messages` uses;
@@ -46,6 +47,8 @@ returns when they are done with it.
 Messages are frames in rings. Each ordered pair of ranks has one ring, which the sender writes. The
 receiver takes frames in the order in which they were put. A message that no receive has taken does
 not block the messages behind it: it is copied out of the ring, up to a limit, or only announced.
+The data of an announced message comes through the ring, or the receiver reads it from the sender's
+process.
 
 Results are reduced in rank order, so they have the same bits on all ranks and in every run.
 """

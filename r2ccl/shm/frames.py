@@ -14,6 +14,7 @@ from r2ccl.shm.layout import WAITERS
 from r2ccl.shm.message_layout import (
     DATA_FRAME,
     FIRST_PEER,
+    FRAME_ADDRESS,
     FRAME_DATA,
     FRAME_IDENT,
     FRAME_KIND,
@@ -85,13 +86,15 @@ def has_room(table: Any, words: Any, nbytes: Any) -> Any:
 
 @inlined
 def put(
-    table: Any, words: Any, kind: Any, tag: Any, ident: Any, size: Any, source: Any, nbytes: Any
-) -> None:
+    table: Any, words: Any, kind: Any, tag: Any, ident: Any, size: Any, source: Any, nbytes: Any,
+    readable: Any = 0,
+) -> None:  # fmt: skip
     """Put a frame with `nbytes` bytes of data from address `source` into the ring to a peer.
 
     The ring must have room for it. `kind` is the first word of the header: the kind and the dtype.
     `ident` is the number of the message, and `size` the size of the whole message in bytes; in a
-    DATA frame, `ident` is 0 and `size` is `nbytes`.
+    DATA frame, `ident` is 0 and `size` is `nbytes`. `readable` is the address of an announced
+    message that the peer may read (`r2ccl.shm.message_transfer`), otherwise 0.
     """
     ring, at = table[RING], words[HEAD] & (table[RING] - 1)
     header = words_at(words[OUT_RING] + at)
@@ -100,6 +103,7 @@ def put(
     header[FRAME_IDENT] = ident
     header[FRAME_SIZE] = size
     header[FRAME_DATA] = nbytes
+    header[FRAME_ADDRESS] = readable
     if nbytes > 0:
         at = (at + FRAME_NBYTES) & (ring - 1)
         first = min(nbytes, ring - at)
@@ -162,17 +166,6 @@ def begin_out(words: Any, source: Any, nbytes: Any) -> None:
 
 
 @inlined
-def begin_in(words: Any, target: Any, nbytes: Any, least_streamed: Any) -> None:
-    """Begin to receive a long message of `nbytes` bytes, which `pull` copies to address `target`.
-
-    A message of at least `least_streamed` bytes is written without storing it in the caches.
-    """
-    words[IN_AT] = target
-    words[IN_STREAMED] = 1 if nbytes >= least_streamed else 0
-    words[IN_LEFT] = nbytes
-
-
-@inlined
 def push(table: Any, words: Any) -> Any:
     """Put the next piece of the long message that is sent to a peer; return whether it was put.
 
@@ -198,7 +191,6 @@ def pull(table: Any, words: Any) -> None:
 
 
 __all__ = [
-    "begin_in",
     "begin_out",
     "consume",
     "copy_data",

@@ -21,15 +21,18 @@ from r2ccl.types import EnvelopeKind
 
 #: Word that a peer increments to wake the owner.
 BELL = 0
+#: 1 after the owner has dropped its messages: it may change the arrays that it was sending.
+DROPPED = LINE_NBYTES
 #: Positions for each peer: `PEER_NBYTES` each.
 PEERS = 2 * LINE_NBYTES
 PEER_NBYTES = 2 * LINE_NBYTES
 #: Bytes that the owner has put into the ring to the peer.
 RING_HEAD = 0
-#: Bytes that the owner has taken from the ring of the peer; and bytes of short messages from the
-#: peer that the owner's receives have taken.
+#: Bytes that the owner has taken from the ring of the peer; bytes of short messages from the peer
+#: that the owner's receives have taken; number of messages that the owner reads, or will read, from
+#: the peer's process for a receive.
 RING_TAIL = LINE_NBYTES
-RING_TAKEN = LINE_NBYTES + 8
+RING_TAKEN, RING_READS = LINE_NBYTES + 8, LINE_NBYTES + 16
 
 #: Maximum size of all rings of a rank together, and of one ring, in bytes. Measured with 4 ranks
 #: on 2 cores, sendrecv of 16 MiB, for rings of 512 KiB and of 1 MiB: 7.6 and 5.8 ms.
@@ -56,14 +59,17 @@ assert ring_nbytes(MAX_NRANKS) >= 1 << 17
 
 # Words of the header of a frame: kind of the frame in the lowest byte, dtype code above it; tag;
 # number of the message, which its sender assigned; size of the message in bytes; bytes of data in
-# this frame. In a DATA frame, the number is 0, and the size is that of the data in this frame.
+# this frame; in a REQUEST, the address of the message's data in the sender's process, or 0 if the
+# receiver may not read it there (`r2ccl.shm.reading`). In a DATA frame, the number is 0, and the
+# size is that of the data in this frame.
 
-FRAME_KIND, FRAME_TAG, FRAME_IDENT, FRAME_SIZE, FRAME_DATA = 0, 1, 2, 3, 4
+FRAME_KIND, FRAME_TAG, FRAME_IDENT, FRAME_SIZE, FRAME_DATA, FRAME_ADDRESS = 0, 1, 2, 3, 4, 5
 KIND_BITS = 8
 KIND_MASK = (1 << KIND_BITS) - 1
 # Kinds of frames that compiled code handles, as plain integers.
 MESSAGE, REQUEST = int(EnvelopeKind.MESSAGE), int(EnvelopeKind.REQUEST)
 GRANT, DATA_FRAME = int(EnvelopeKind.GRANT), int(EnvelopeKind.DATA)
+READ = int(EnvelopeKind.READ)
 
 # Indices of the table.
 
@@ -89,18 +95,26 @@ TAIL, PUBLISHED_TAIL = 2, 3
 SENT, TAKEN = 4, 5
 #: Long message that is being sent: address of the data not sent yet, its size, bytes per frame.
 #: Long message that is being received: address for the data not received yet, its size, 1 if it is
-#: written without storing it in the caches.
+#: written without storing it in the caches; address of this data in the peer's process, from which
+#: it is read, or 0 if it comes in frames; size of the whole message; time at which this rank began
+#: to receive it, in nanoseconds, or 0: do not measure.
 OUT_AT, OUT_LEFT, OUT_PIECE = 6, 7, 8
-IN_AT, IN_LEFT, IN_STREAMED = 9, 10, 11
+IN_AT, IN_LEFT, IN_STREAMED, IN_ADDRESS, IN_SIZE, IN_BEGUN_NS = 9, 10, 11, 12, 13, 14
 #: 1 + bytes of data of the frame that waits for room in the ring; 0: none waits.
-WANTED = 12
+WANTED = 15
 #: Addresses: the ring to the peer, its head, and the peer's position in it.
-OUT_RING, OUT_HEAD, OUT_TAIL = 13, 14, 15
+OUT_RING, OUT_HEAD, OUT_TAIL = 16, 17, 18
 #: Addresses: the ring of the peer, its head, and this rank's position in it.
-IN_RING, IN_HEAD, IN_TAIL = 16, 17, 18
+IN_RING, IN_HEAD, IN_TAIL = 19, 20, 21
 #: Address of the peer's bell.
-PEER_BELL = 19
-PEER_NWORDS = 20
+PEER_BELL = 22
+#: For each class of sizes, `CLASS_NWORDS` words for the choice between frames and reading, see
+#: `r2ccl.shm.message_transfer`: number of messages; transfer of the last one; usual time per MiB
+#: with each transfer, in nanoseconds, or 0.
+CLASSES = 23
+CLASS_NMESSAGES, CLASS_LAST, CLASS_NS = 0, 1, 2
+NCLASSES, CLASS_NWORDS = 10, 4
+PEER_NWORDS = CLASSES + NCLASSES * CLASS_NWORDS
 
 
 def table_size(nranks: int) -> int:
@@ -119,6 +133,8 @@ FRAME = 2
 SENT_ALL, RECEIVED_ALL = 3, 4
 #: There is room for the frame that waits.
 ROOM = 5
+#: The rest of a message cannot be read from the peer's process.
+UNREAD = 6
 
 # Words of a direct call, see `r2ccl.shm.one_message`. The caller sets the first ten: address of the
 # form of the arrays (0: not compared); receiver (-1: no send), dtype code, tag, bytes, 1 if the
@@ -136,8 +152,9 @@ LAST_TAG, LAST_NBYTES = 16, 17
 CALL_RESULT = 18
 CALL_NWORDS = 19
 
-#: Steps: all is done; the message or the grant is to be put; the peer is awaited; data moves.
-DONE, TO_PUT, AWAITS, MOVES = 0, 1, 2, 3
+#: Steps: all is done; the message or the grant is to be put; the peer is awaited; data moves in
+#: frames; data is read from the peer's process; all was read, and the peer is to be told.
+DONE, TO_PUT, AWAITS, MOVES, READS, TO_TELL = 0, 1, 2, 3, 4, 5
 
 # Results of a direct call, in addition to FINISHED and CHANGED of `r2ccl.shm.layout`.
 

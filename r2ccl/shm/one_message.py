@@ -16,7 +16,6 @@ from typing import Any
 from r2ccl.kernels.compiling import inlined
 from r2ccl.shm.atomics import load_acquire, stream_fence, words_at
 from r2ccl.shm.frames import (
-    begin_in,
     begin_out,
     consume,
     copy_data,
@@ -28,7 +27,7 @@ from r2ccl.shm.frames import (
     push,
     put,
 )
-from r2ccl.shm.layout import BASES, CHANGED, FINISHED, STREAM_NBYTES
+from r2ccl.shm.layout import BASES, CHANGED, FINISHED
 from r2ccl.shm.message_layout import (
     AWAITS,
     CALL_CAPACITY,
@@ -48,6 +47,7 @@ from r2ccl.shm.message_layout import (
     FOUND_IDENT,
     FOUND_NBYTES,
     FOUND_TAG,
+    FRAME_ADDRESS,
     FRAME_IDENT,
     FRAME_KIND,
     FRAME_SIZE,
@@ -67,6 +67,8 @@ from r2ccl.shm.message_layout import (
     OUT_LEFT,
     OUT_TAIL,
     OWN_BELL,
+    READ,
+    READS,
     RECV_STEP,
     REQUEST,
     RING_TAIL,
@@ -75,6 +77,16 @@ from r2ccl.shm.message_layout import (
     SENT,
     TAKEN,
     TO_PUT,
+    TO_TELL,
+    UNREAD,
+)
+from r2ccl.shm.message_transfer import (
+    begin_in,
+    chosen_address,
+    count_read,
+    end_in,
+    read_piece,
+    readable_address,
 )
 from r2ccl.shm.pump import MOST_ROUNDS, enter_sleep, leave_sleep, rest, wait_for_bell
 from r2ccl.shm.rounds import fits
@@ -86,7 +98,7 @@ Direct = Callable[[int, int, int, int, int], int]
 
 
 @inlined
-def _put_message(table: Any, words: Any, call: Any, source: Any) -> Any:
+def _put_message(state: Any, table: Any, words: Any, call: Any, source: Any) -> Any:
     """Put the message into the ring, or only announce it; return an event.
 
     A message is announced if it is long, or if the short messages that wait for receives of the
@@ -103,19 +115,23 @@ def _put_message(table: Any, words: Any, call: Any, source: Any) -> Any:
         return IDLE
     table[IDENT] += 1
     call[CALL_IDENT] = table[IDENT]
-    kind = (MESSAGE if is_short else REQUEST) | (call[CALL_DTYPE] << KIND_BITS)
-    put(table, words, kind, call[CALL_TAG], call[CALL_IDENT], nbytes, source, data)
+    kind, readable = MESSAGE, 0
+    if not is_short:
+        kind = REQUEST
+        readable = readable_address(state, call[CALL_TO], source, nbytes)
+    kind |= call[CALL_DTYPE] << KIND_BITS
+    put(table, words, kind, call[CALL_TAG], call[CALL_IDENT], nbytes, source, data, readable)
     words[SENT] += data
     call[SEND_STEP] = DONE if is_short else AWAITS
     return MOVED
 
 
 @inlined
-def _advance_send(table: Any, words: Any, call: Any, source: Any) -> Any:
+def _advance_send(state: Any, table: Any, words: Any, call: Any, source: Any) -> Any:
     """Make the next step of the send; return an event."""
     step = call[SEND_STEP]
     if step == TO_PUT:
-        return _put_message(table, words, call, source)
+        return _put_message(state, table, words, call, source)
     if step == MOVES:
         if not push(table, words):
             return IDLE
@@ -124,11 +140,14 @@ def _advance_send(table: Any, words: Any, call: Any, source: Any) -> Any:
         return MOVED
     if step == AWAITS and has_frame(words):
         header = next_frame(table, words)
-        is_grant = header[FRAME_KIND] & KIND_MASK == GRANT
-        if is_grant and header[FRAME_IDENT] == call[CALL_IDENT]:
+        kind = header[FRAME_KIND] & KIND_MASK
+        if kind in (GRANT, READ) and header[FRAME_IDENT] == call[CALL_IDENT]:
             consume(table, words, 0)
-            begin_out(words, source, call[CALL_NBYTES])
-            call[SEND_STEP] = MOVES
+            if kind == READ:
+                call[SEND_STEP] = DONE
+            else:
+                begin_out(words, source, call[CALL_NBYTES])
+                call[SEND_STEP] = MOVES
             return MOVED
         # A receive from the same peer handles all other frames.
         if call[CALL_SOURCE] != call[CALL_TO] or call[RECV_STEP] == DONE:
@@ -137,7 +156,7 @@ def _advance_send(table: Any, words: Any, call: Any, source: Any) -> Any:
 
 
 @inlined
-def _take_frame(table: Any, words: Any, call: Any, target: Any) -> Any:
+def _take_frame(state: Any, address: Any, table: Any, words: Any, call: Any, target: Any) -> Any:
     """Take the next frame, which begins the message to receive, and return MOVED.
 
     Return OPEN, and leave the frame in the ring, if it is another frame or does not fit the array.
@@ -158,50 +177,82 @@ def _take_frame(table: Any, words: Any, call: Any, target: Any) -> Any:
         consume(table, words, nbytes)
         call[RECV_STEP] = DONE
     else:
-        consume(table, words, 0)
+        readable = chosen_address(words, header[FRAME_ADDRESS], nbytes)
+        begin_in(state, address, words, target, nbytes, readable, header[FRAME_ADDRESS] != 0)
         call[RECV_STEP] = TO_PUT
+        if readable != 0:
+            count_read(words, 1)
+            call[RECV_STEP] = READS
+        consume(table, words, 0)
     return MOVED
 
 
 @inlined
-def _advance_receive(state: Any, table: Any, words: Any, call: Any, target: Any) -> Any:
+def _read(state: Any, address: Any, words: Any, call: Any, target: Any) -> Any:
+    """Read the next piece of the message to receive; return an event."""
+    event = read_piece(state, address, call[CALL_SOURCE], words)
+    if event == UNREAD:
+        begin_in(state, address, words, target, call[FOUND_NBYTES], 0, False)
+        count_read(words, -1)
+        call[RECV_STEP] = TO_PUT
+        return MOVED
+    if words[IN_LEFT] == 0:
+        end_in(address, words)
+        call[RECV_STEP] = TO_TELL
+    return event
+
+
+@inlined
+def _advance_receive(
+    state: Any, address: Any, table: Any, words: Any, call: Any, target: Any
+) -> Any:
     """Make the next step of the receive; return an event."""
     step = call[RECV_STEP]
-    if step == TO_PUT:
+    if step in (TO_PUT, TO_TELL):
         if not has_room(table, words, 0):
             return IDLE
         nbytes = call[FOUND_NBYTES]
-        begin_in(words, target, nbytes, state[STREAM_NBYTES])
-        put(table, words, GRANT, 0, call[FOUND_IDENT], nbytes, 0, 0)
-        call[RECV_STEP] = MOVES if nbytes > 0 else DONE
+        if step == TO_PUT:
+            put(table, words, GRANT, 0, call[FOUND_IDENT], nbytes, 0, 0)
+        else:
+            put(table, words, READ, 0, call[FOUND_IDENT], nbytes, 0, 0)
+            count_read(words, -1)
+        call[RECV_STEP] = MOVES if step == TO_PUT and nbytes > 0 else DONE
         return MOVED
+    if step == READS:
+        return _read(state, address, words, call, target)
     if step == DONE or not has_frame(words):
         return IDLE
     kind = next_frame(table, words)[FRAME_KIND] & KIND_MASK
-    if kind == GRANT and call[CALL_TO] == call[CALL_SOURCE] and call[SEND_STEP] == AWAITS:
+    is_answer = kind in (GRANT, READ)
+    if is_answer and call[CALL_TO] == call[CALL_SOURCE] and call[SEND_STEP] == AWAITS:
         return IDLE  # the send handles this frame
     if step == AWAITS:
-        return _take_frame(table, words, call, target)
+        return _take_frame(state, address, table, words, call, target)
     if kind != DATA_FRAME:
         return OPEN
     pull(table, words)
     if words[IN_LEFT] == 0:
         stream_fence()
+        end_in(address, words)
         call[RECV_STEP] = DONE
     return MOVED
 
 
 @inlined
-def _advance(state: Any, table: Any, table_at: Any, call: Any, source: Any, target: Any) -> Any:
+def _advance(
+    state: Any, address: Any, table: Any, table_at: Any, call: Any, source: Any, target: Any
+) -> Any:
     """Make the next step of the send and of the receive; return OPEN, MOVED or IDLE."""
     event = IDLE
     if call[SEND_STEP] != DONE:
-        event = _advance_send(table, peer_words(table_at, call[CALL_TO]), call, source)
+        words = peer_words(table_at, call[CALL_TO])
+        event = _advance_send(state, table, words, call, source)
         if event == OPEN:
             return OPEN
     if call[RECV_STEP] != DONE:
         words = peer_words(table_at, call[CALL_SOURCE])
-        found = _advance_receive(state, table, words, call, target)
+        found = _advance_receive(state, address, table, words, call, target)
         if found != IDLE:
             event = found
     return event
@@ -231,7 +282,7 @@ def make_direct() -> Direct:
         bell = table[OWN_BELL]
         nidle, nrounds, limit, is_over = 0, 0, 0, False
         while call[SEND_STEP] != DONE or call[RECV_STEP] != DONE:
-            event = _advance(state, table, table_at, call, source, target)
+            event = _advance(state, address, table, table_at, call, source, target)
             if event == IDLE:
                 if is_over:
                     return OPEN
@@ -242,7 +293,7 @@ def make_direct() -> Direct:
                 if rest(state, nidle, limit):
                     continue
                 seen = enter_sleep(bell)
-                event = _advance(state, table, table_at, call, source, target)
+                event = _advance(state, address, table, table_at, call, source, target)
                 if event == IDLE:
                     is_over = not wait_for_bell(address, table_at, bell, seen)
                 leave_sleep(bell)

@@ -19,7 +19,6 @@ from r2ccl.shm.atomics import (
     words_at,
 )
 from r2ccl.shm.frames import (
-    begin_in,
     begin_out,
     consume,
     has_frame,
@@ -37,6 +36,7 @@ from r2ccl.shm.message_layout import (
     FRAME,
     FRAME_KIND,
     IDLE,
+    IN_ADDRESS,
     IN_LEFT,
     KIND_MASK,
     MOVED,
@@ -44,12 +44,21 @@ from r2ccl.shm.message_layout import (
     OWN_BELL,
     PEER,
     RECEIVED_ALL,
+    REQUEST,
     ROOM,
     SENT_ALL,
     START,
     TABLE_NRANKS,
+    UNREAD,
     WANTED,
     WOKEN,
+)
+from r2ccl.shm.message_transfer import (
+    begin_in,
+    chosen_address,
+    end_in,
+    read_piece,
+    readable_address,
 )
 from r2ccl.shm.waiting import note_pauses, number_of_pauses
 
@@ -112,7 +121,7 @@ def rest(state: Any, nidle: Any, limit: Any) -> Any:
 
 
 @inlined
-def _scan(state: Any, table: Any, table_at: Any) -> Any:
+def _scan(state: Any, address: Any, table: Any, table_at: Any) -> Any:
     """Move one piece of a long message to and from each peer; return an event.
 
     Stop at the first peer with an event other than MOVED.
@@ -134,15 +143,27 @@ def _scan(state: Any, table: Any, table_at: Any) -> Any:
         if found == IDLE and words[WANTED] > 0 and has_room(table, words, words[WANTED] - 1):
             words[WANTED] = 0
             found = ROOM
+        is_reading = words[IN_LEFT] > 0 and words[IN_ADDRESS] != 0
+        if found == IDLE and is_reading:
+            read = read_piece(state, address, peer, words)
+            if read == UNREAD:
+                words[IN_LEFT] = 0
+                found = UNREAD
+            elif read == MOVED:
+                event = MOVED
+                if words[IN_LEFT] == 0:
+                    end_in(address, words)
+                    found = RECEIVED_ALL
         if found == IDLE and has_frame(words):
             kind = next_frame(table, words)[FRAME_KIND] & KIND_MASK
             if kind != DATA_FRAME or words[IN_LEFT] <= 0:
                 found = FRAME
-            else:
+            elif not is_reading:
                 pull(table, words)
                 event = MOVED
                 if words[IN_LEFT] == 0:
                     stream_fence()
+                    end_in(address, words)
                     found = RECEIVED_ALL
         if found != IDLE:
             table[PEER] = peer
@@ -168,7 +189,7 @@ def make_pump() -> Pump:
         bell = table[OWN_BELL]
         nidle, nrounds, limit, is_over = 0, 0, 0, False
         while True:
-            event = _scan(state, table, table_at)
+            event = _scan(state, address, table, table_at)
             if event == IDLE:
                 if is_waiting == 0 or is_over:
                     return MOVED if nrounds > 0 else IDLE
@@ -178,7 +199,7 @@ def make_pump() -> Pump:
                 if rest(state, nidle, limit):
                     continue
                 seen = enter_sleep(bell)
-                event = _scan(state, table, table_at)
+                event = _scan(state, address, table, table_at)
                 if event == IDLE:
                     is_over = not wait_for_bell(address, table_at, bell, seen)
                 leave_sleep(bell)
@@ -196,26 +217,31 @@ def make_pump() -> Pump:
     return pump
 
 
-def make_put() -> Callable[[int, int, int, int, int, int, int, int], int]:
+def make_put() -> Callable[[int, int, int, int, int, int, int, int, int], int]:
     """Return the function that puts a frame; `r2ccl.kernels.native` compiles it.
 
     Returns
     -------
     callable
-        ``put(table, peer, kind, tag, ident, size, source, nbytes)``; see `r2ccl.shm.frames.put`.
-        `table` is the address of the table. Returns 1 if the frame was put. Returns 0 if the ring
-        has no room; ``pump`` then returns ROOM when it has room for this frame.
+        ``put(state, table, peer, kind, tag, ident, size, source, nbytes)``; see
+        `r2ccl.shm.frames.put`. `state` and `table` are addresses. For a REQUEST, `source` is the
+        address of the data of the announced message, and `nbytes` is 0. Returns 1 if the frame was
+        put. Returns 0 if the ring has no room; ``pump`` then returns ROOM when it has room for this
+        frame.
     """
 
     def put_frame(
-        table_at: Any, peer: Any, kind: Any, tag: Any, ident: Any, size: Any, source: Any,
-        nbytes: Any,
+        address: Any, table_at: Any, peer: Any, kind: Any, tag: Any, ident: Any, size: Any,
+        source: Any, nbytes: Any,
     ) -> Any:  # fmt: skip
         table, words = words_at(table_at), peer_words(table_at, peer)
         if not has_room(table, words, nbytes):
             words[WANTED] = nbytes + 1
             return 0
-        put(table, words, kind, tag, ident, size, source, nbytes)
+        readable = 0
+        if kind & KIND_MASK == REQUEST:
+            readable = readable_address(words_at(address), peer, source, size)
+        put(table, words, kind, tag, ident, size, source, nbytes, readable)
         return 1
 
     return put_frame
@@ -238,24 +264,41 @@ def make_consume() -> Callable[[int, int, int], int]:
     return consume_frame
 
 
-def make_begin() -> Callable[[int, int, int, int, int, int], int]:
+def make_choose() -> Callable[[int, int, int, int], int]:
+    """Return the function that chooses a message's transfer; `r2ccl.kernels.native` compiles it.
+
+    Returns
+    -------
+    callable
+        ``choose(table, peer, readable, nbytes)``; see
+        `r2ccl.shm.message_transfer.chosen_address`. `table` is the address of the table.
+    """
+
+    def choose(table_at: Any, peer: Any, readable: Any, nbytes: Any) -> Any:
+        return chosen_address(peer_words(table_at, peer), readable, nbytes)
+
+    return choose
+
+
+def make_begin() -> Callable[[int, int, int, int, int, int, int, int], int]:
     """Return the function that begins to move a long message; `r2ccl.kernels.native` compiles it.
 
     Returns
     -------
     callable
-        ``begin(table, peer, data, nbytes, is_in, least_streamed)``; `data` is the address of the
-        data to send to the peer or, with `is_in`, of the memory into which to receive. A received
-        message of at least `least_streamed` bytes is written without storing it in the caches.
-        Returns 0.
+        ``begin(state, table, peer, data, nbytes, is_in, readable, is_timed)``; `state` and `table`
+        are addresses, and `data` is the address of the data to send to the peer or, with `is_in`,
+        of the memory into which to receive. For `readable` and `is_timed`, see
+        `r2ccl.shm.message_transfer.begin_in`. Returns 0.
     """
 
     def begin(
-        table_at: Any, peer: Any, data: Any, nbytes: Any, is_in: Any, least_streamed: Any
-    ) -> Any:
+        address: Any, table_at: Any, peer: Any, data: Any, nbytes: Any, is_in: Any,
+        readable: Any, is_timed: Any,
+    ) -> Any:  # fmt: skip
         words = peer_words(table_at, peer)
         if is_in:
-            begin_in(words, data, nbytes, least_streamed)
+            begin_in(words_at(address), address, words, data, nbytes, readable, is_timed)
         else:
             begin_out(words, data, nbytes)
         return 0
@@ -279,6 +322,7 @@ __all__ = [
     "enter_sleep",
     "leave_sleep",
     "make_begin",
+    "make_choose",
     "make_consume",
     "make_pump",
     "make_put",

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from r2ccl.kernels.native import callable_of
 from r2ccl.shm import message_layout as layout
 from r2ccl.shm.arrays import form_of
-from r2ccl.shm.layout import STREAM_NBYTES
 from r2ccl.shm.message_layout import (
     FIRST_PEER,
     KIND_BITS,
@@ -32,6 +31,7 @@ _PUT = "r2ccl.shm.pump:make_put"
 _CONSUME = "r2ccl.shm.pump:make_consume"
 _RING = "r2ccl.shm.pump:make_ring"
 _BEGIN = "r2ccl.shm.pump:make_begin"
+_CHOOSE = "r2ccl.shm.pump:make_choose"
 _DIRECT = "r2ccl.shm.one_message:make_direct"
 
 Words = npt.NDArray[np.int64]
@@ -43,7 +43,8 @@ class RingFrame(NamedTuple):
     ``kind`` is a number of `EnvelopeKind`, ``dtype`` a dtype code. ``ident`` is the number of the
     message, and ``size`` the size of the whole message in bytes; in a DATA frame, ``ident`` is 0
     and ``size`` is the size of ``data``. ``data`` has the bytes in this frame; it is borrowed from
-    the ring until `Rings.consume`.
+    the ring until `Rings.consume`. ``readable`` is the address of the data of an announced message
+    in the process of the peer, or 0 if this rank may not read it there.
     """
 
     kind: int
@@ -52,6 +53,7 @@ class RingFrame(NamedTuple):
     ident: int
     size: int
     data: memoryview | bytes
+    readable: int
 
 
 class Operand(NamedTuple):
@@ -110,7 +112,6 @@ class Rings:
         self._allocated: set[int] = set()
         self._waits = state
         self._exits = exits
-        self._least_streamed = int(state[STREAM_NBYTES])
         self.state = int(state.ctypes.data)
         self._table = np.zeros(layout.table_size(nranks), np.int64)
         #: Address of the table.
@@ -121,16 +122,18 @@ class Rings:
         self._wakes = RLock()
         # By peer: words of the peer in the table; ring of the peer, as bytes; number of bytes of
         # short messages that the peer has taken from this rank; and that this rank has taken from
-        # the peer.
+        # the peer; numbers of messages that the peer reads from this rank, and this rank from it.
         self._words: dict[int, Words] = {}
         self._data: dict[int, npt.NDArray[np.uint8]] = {}
         self._taken_by: dict[int, Words] = {}
         self._taken_from: dict[int, Words] = {}
+        self._reads_by: dict[int, Words] = {}
+        self._reads_from: dict[int, Words] = {}
         for peer, segment in peers.items():
             self._add(rank, peer, segment)
         self._pump, self._put = callable_of(_PUMP), callable_of(_PUT)
         self._consume, self._ring = callable_of(_CONSUME), callable_of(_RING)
-        self._begin = callable_of(_BEGIN)
+        self._begin, self._choose = callable_of(_BEGIN), callable_of(_CHOOSE)
         self.direct = callable_of(_DIRECT)
 
     def _add(self, rank: int, peer: int, segment: Segment) -> None:
@@ -147,8 +150,10 @@ class Rings:
         words[layout.IN_TAIL] = mine + layout.RING_TAIL
         words[layout.PEER_BELL] = other + layout.BELL
         self._data[peer] = segment.messages[first + rank * nbytes :][:nbytes]
-        self._taken_by[peer] = _taken(segment, rank)
-        self._taken_from[peer] = _taken(self._own, peer)
+        self._taken_by[peer] = _count(segment, rank, layout.RING_TAKEN)
+        self._taken_from[peer] = _count(self._own, peer, layout.RING_TAKEN)
+        self._reads_by[peer] = _count(segment, rank, layout.RING_READS)
+        self._reads_from[peer] = _count(self._own, peer, layout.RING_READS)
 
     def allocate(self, peer: int) -> None:
         """Allocate the memory of the ring to `peer`; idempotent. See `Segment.allocate_ring`.
@@ -188,9 +193,12 @@ class Rings:
 
     def put(
         self, peer: int, kind: int, dtype: int, tag: int, ident: int, size: int,
-        data: memoryview | bytes = b"",
+        data: memoryview | bytes = b"", announced: memoryview | bytes = b"",
     ) -> bool:  # fmt: skip
         """Put a frame into the ring to `peer`; see `RingFrame` for the parameters.
+
+        `announced` is the data of an announced message, which `peer` may then read in this process
+        until it answers.
 
         Returns
         -------
@@ -204,20 +212,21 @@ class Rings:
             If memory is exhausted for the ring.
         """
         self.allocate(peer)
-        source = _address(data)
         word = kind | dtype << KIND_BITS
-        return bool(self._put(self.table, peer, word, tag, ident, size, source, len(data)))
+        source = _address(data or announced)
+        given = word, tag, ident, size, source, len(data)
+        return bool(self._put(self.state, self.table, peer, *given))
 
     def frame(self) -> RingFrame:
         """Return the frame for which `pump` has returned FRAME; `consume` removes it later."""
         data, words = self._data[self.peer], self._words[self.peer]
         at = int(words[layout.TAIL]) % self.ring_nbytes
-        word, tag, ident, size, nbytes = data[at : at + 40].view(np.int64).tolist()
+        word, tag, ident, size, nbytes, readable = data[at : at + 48].view(np.int64).tolist()
         first = (at + layout.FRAME_NBYTES) % self.ring_nbytes
         piece: memoryview | bytes = memoryview(data[first : first + nbytes])  # type: ignore[arg-type]
         if len(piece) < nbytes:
             piece = bytes(piece) + data[: nbytes - len(piece)].tobytes()
-        return RingFrame(word & KIND_MASK, word >> KIND_BITS, tag, ident, size, piece)
+        return RingFrame(word & KIND_MASK, word >> KIND_BITS, tag, ident, size, piece, readable)
 
     def consume(self, peer: int, nbytes: int) -> None:
         """Remove from the ring of `peer` the frame that `frame` returned.
@@ -233,22 +242,46 @@ class Rings:
 
     # Long messages
 
+    def count_read(self, peer: int, change: int) -> None:
+        """Add `change` to the number of messages of `peer` that this rank reads, or will read."""
+        self._reads_from[peer][0] += change
+
+    @property
+    def nread(self) -> int:
+        """Number of messages of this rank that peers read, or will read, for a receive."""
+        return sum(int(each[0]) for each in self._reads_by.values())
+
     def send_data(self, peer: int, view: memoryview) -> None:
         """Begin to send the bytes of `view`, which is not empty, to `peer`; `pump` moves them."""
-        self._begin(self.table, peer, _address(view), len(view), 0, 0)
+        self._begin(self.state, self.table, peer, _address(view), len(view), 0, 0, 0)
 
-    def receive_data(self, peer: int, view: memoryview) -> None:
-        """Begin to receive from `peer` into `view`, which is not empty; `pump` moves the bytes."""
-        least = self._least_streamed
-        self._begin(self.table, peer, _address(view), len(view), 1, least)
+    def choose(self, peer: int, readable: int, nbytes: int) -> int:
+        """Choose the transfer of a message of `peer`; return `readable` to read it, otherwise 0."""
+        return self._choose(self.table, peer, readable, nbytes)
+
+    def receive_data(
+        self, peer: int, view: memoryview, readable: int = 0, *, is_timed: bool = False
+    ) -> None:
+        """Begin to receive from `peer` into `view`, which is not empty; `pump` moves the bytes.
+
+        If `readable` is not 0, read the bytes from this address of the peer's process. If
+        `is_timed`, `choose` takes into account how long it takes.
+        """
+        given = _address(view), len(view), 1, readable, is_timed
+        self._begin(self.state, self.table, peer, *given)
 
     def forget(self) -> None:
         """Stop moving the data of all long messages, whose memory is then no longer borrowed.
 
-        After this method, `pump` returns no ROOM for frames that were refused before.
+        After this method, `pump` returns no ROOM for frames that were refused before, and peers
+        drop what they read of this rank's messages.
         """
         for words in self._words.values():
             words[layout.OUT_LEFT] = words[layout.IN_LEFT] = words[layout.WANTED] = 0
+        with self._wakes:
+            if self._bell:
+                self._own.messages[layout.DROPPED : layout.DROPPED + 8].view(np.int64)[0] = 1
+                self._ring(self._bell)  # orders this store before later ones of the caller
 
     # Progress
 
@@ -284,7 +317,9 @@ class Rings:
         """Drop the views of the segments, so that these can be freed; only `wake` may follow."""
         with self._wakes:
             self._bell = 0
-        for views in (self._data, self._taken_by, self._taken_from):
+        for views in (
+            self._data, self._taken_by, self._taken_from, self._reads_by, self._reads_from,
+        ):  # fmt: skip
             views.clear()
 
 
@@ -351,13 +386,13 @@ def preload_rings() -> None:
     ImportError, TransportError
         If `r2ccl.kernels.native.callable_of` raises it.
     """
-    for maker in (_PUMP, _PUT, _CONSUME, _RING, _BEGIN, _DIRECT):
+    for maker in (_PUMP, _PUT, _CONSUME, _RING, _BEGIN, _CHOOSE, _DIRECT):
         callable_of(maker)
     preload_message()
 
 
-def _taken(segment: Segment, peer: int) -> Words:
-    at = PEERS + peer * PEER_NBYTES + layout.RING_TAKEN
+def _count(segment: Segment, peer: int, offset: int) -> Words:
+    at = PEERS + peer * PEER_NBYTES + offset
     return segment.messages[at : at + 8].view(np.int64)
 
 

@@ -80,24 +80,50 @@ def choose(state: Any, given: Any, is_choosing: Any, may_read: Any) -> None:
     state[TRANSFER] = CACHED
     if is_choosing:
         ntransfers = 3 if may_read else 2
-        row = given[LOOP_NCALLS] >> _ROW_BITS
-        given[LOOP_NCALLS] += 1
-        turn = _FIRST_TURN
-        while 2 * turn <= min(row, _LAST_TURN):
-            turn *= 2
-        if row < ntransfers:
-            state[TRANSFER] = row
-        elif 0 <= row - turn < ntransfers:
-            state[TRANSFER] = row - turn
-        else:
-            best = CACHED
-            for each in range(1, ntransfers):
-                duration_ns = given[LOOP_TRANSFERS_NS + each]
-                if 0 < duration_ns < given[LOOP_TRANSFERS_NS + best]:
-                    best = each
-            number = row * _MULTIPLIER >> _SHIFT
-            is_trial = number & ((1 << _TRIAL_BITS) - 1) == 0
-            state[TRANSFER] = (number >> _TRIAL_BITS) % ntransfers if is_trial else best
+        state[TRANSFER] = next_transfer(
+            given, LOOP_NCALLS, LOOP_TRANSFERS_NS, ntransfers, _ROW_BITS
+        )
+
+
+@inlined
+def next_transfer(
+    words: Any, ncalls_at: Any, durations_at: Any, ntransfers: Any, row_bits: Any
+) -> Any:
+    """Return which of `ntransfers` transfers to use, from 0, and count the use.
+
+    `ncalls_at` is the index in `words` of this count, and `durations_at` that of the duration that
+    is remembered for the first transfer; 0: none is. A transfer is used 2**`row_bits` times in a
+    row.
+    """
+    row = words[ncalls_at] >> row_bits
+    words[ncalls_at] += 1
+    turn = _FIRST_TURN
+    while 2 * turn <= min(row, _LAST_TURN):
+        turn *= 2
+    if row < ntransfers:
+        return row
+    if 0 <= row - turn < ntransfers:
+        return row - turn
+    best = 0
+    for each in range(1, ntransfers):
+        if 0 < words[durations_at + each] < words[durations_at + best]:
+            best = each
+    number = row * _MULTIPLIER >> _SHIFT
+    is_trial = number & ((1 << _TRIAL_BITS) - 1) == 0
+    return (number >> _TRIAL_BITS) % ntransfers if is_trial else best
+
+
+@inlined
+def remember(words: Any, at: Any, duration_ns: Any) -> None:
+    """Change the duration at index `at` to `duration_ns`, by at most one half down or an eighth up.
+
+    Single calls may be slow or fast by chance.
+    """
+    before = words[at]
+    if before:
+        duration_ns = max(duration_ns, before - (before >> _DOWN_SHIFT))
+        duration_ns = min(duration_ns, before + (before >> _UP_SHIFT) + 1)
+    words[at] = duration_ns
 
 
 @inlined
@@ -118,8 +144,7 @@ def learn(state: Any, given: Any) -> None:
     """Learn from the duration of the last call, which all ranks have told.
 
     Learn nothing if the call before had another transfer. The call lasted as long as its slowest
-    rank. A duration changes the remembered one by at most one half down, or an eighth up, because
-    single calls may be slow or fast by chance.
+    rank.
     """
     last, first = given[LOOP_LAST], first_round(state)
     if last == 0:
@@ -135,14 +160,9 @@ def learn(state: Any, given: Any) -> None:
         longest = max(longest, told)
         if told == 0 or (told ^ last) & _TRANSFER_MASK != 0:
             return
-    if not is_again:
-        return
-    at, duration_ns = LOOP_TRANSFERS_NS + (last & _TRANSFER_MASK), longest >> _TRANSFER_BITS
-    before = given[at]
-    if before:
-        duration_ns = max(duration_ns, before - (before >> _DOWN_SHIFT))
-        duration_ns = min(duration_ns, before + (before >> _UP_SHIFT) + 1)
-    given[at] = duration_ns
+    if is_again:
+        transfer = last & _TRANSFER_MASK
+        remember(given, LOOP_TRANSFERS_NS + transfer, longest >> _TRANSFER_BITS)
 
 
 @inlined
@@ -167,7 +187,9 @@ __all__ = [
     "READ",
     "choose",
     "learn",
+    "next_transfer",
     "note_begin",
     "note_end",
+    "remember",
     "tell",
 ]

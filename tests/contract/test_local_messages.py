@@ -44,6 +44,12 @@ def test_any_mixture_of_messages_is_exact(nranks: int, nmessages: int) -> None:
         assert later <= early + (64 << 20)
 
 
+def test_any_mixture_of_messages_that_are_read_is_exact() -> None:
+    for wrong, nread in run(programs.mixed_and_read, 3, 400, 8, timeout_s=180.0):
+        assert wrong == []
+        assert nread > 10
+
+
 def test_repeated_messages_see_changed_arrays() -> None:
     run(programs.repeated, 3)
 

@@ -22,6 +22,7 @@ from r2ccl import ANY_SOURCE, ANY_TAG, Communicator, Message
 from r2ccl.errors import R2cclError
 from r2ccl.runtime.messages.local import LocalMessages
 from r2ccl.runtime.messages.outcome import Delayed
+from r2ccl.shm.rings import Rings
 
 #: Around the largest short message, a piece, half a ring, and several rings.
 COUNTS = (0, 1, 3, 100, 1000, 4095, 8192, 8193, 20_000, 32_761, 200_001)
@@ -74,6 +75,22 @@ def mixed(nmessages: int, seed: int) -> tuple[list[str], int, int]:
                     wrong.append(f"rank {comm.rank}: a sum of {total}")
         held.append(_resident())
     return wrong, held[0], held[1]
+
+
+def mixed_and_read(nmessages: int, seed: int) -> tuple[list[str], int]:
+    """As `mixed`, but read two of three messages that may be read; return how many were read."""
+    nread = nreadable = 0
+
+    def choose(rings: Rings, peer: int, readable: int, nbytes: int) -> int:
+        nonlocal nread, nreadable
+        nreadable += readable != 0
+        chosen = readable if nreadable % 3 else 0
+        nread += chosen != 0
+        return chosen
+
+    Rings.choose = choose  # type: ignore[method-assign]
+    wrong, _, _ = mixed(nmessages, seed)
+    return wrong, nread
 
 
 def _exchange_batch(

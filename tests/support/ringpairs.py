@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from r2ccl.shm import layout
+from r2ccl.shm.reading import offer_word
 from r2ccl.shm.rings import Rings
 from r2ccl.shm.robust_mutex import ExitWatch
 from r2ccl.shm.segment import Segment
@@ -28,9 +29,15 @@ def new_state(rank: int, nranks: int, own: Segment, peers: dict[int, Segment]) -
 
 
 @contextmanager
-def joined(nranks: int) -> Iterator[list[Rings]]:
-    """Give the rings of all ranks; each maps the segments of the others."""
+def joined(nranks: int, *, can_read: bool = False) -> Iterator[list[Rings]]:
+    """Give the rings of all ranks; each maps the segments of the others.
+
+    If `can_read`, the ranks tell each other that they can read each other's memory.
+    """
     own = [Segment.create_of_group(nranks) for _ in range(nranks)]
+    offered = [offer_word(each) for each in own]
+    for each in own:
+        each.words[layout.CAN_READ // 8] = can_read
     peers = [
         {
             peer: own[peer].of_peer(os.dup(own[peer].descriptor))
@@ -51,6 +58,7 @@ def joined(nranks: int) -> Iterator[list[Rings]]:
     ]
     try:
         yield made
+        assert len(offered) == nranks  # ranks read these words until here
     finally:
         for rings in made:
             rings.close()

@@ -282,7 +282,7 @@ class LocalMessages:
             if is_done():
                 return True
             if not self._has_ended:
-                self.driver.advance(not self._newcomers)
+                self.driver.advance(not self._newcomers, is_done)
             return is_done()
 
         return bool(self._in_turn(move))

@@ -10,7 +10,7 @@ Only one thread at a time may call the methods.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from r2ccl.dtypes import dtype_of
@@ -30,7 +30,8 @@ _MOST_EVENTS = 1000
 class _Waiting(NamedTuple):
     """Envelope that waits for room in a ring.
 
-    ``request``, if any, is done once the ring holds the envelope.
+    ``announced`` is the data of an announced message. ``request``, if any, is done once the ring
+    holds the envelope.
     """
 
     kind: int
@@ -39,7 +40,21 @@ class _Waiting(NamedTuple):
     ident: int
     size: int
     payload: memoryview | bytes
+    announced: memoryview | bytes
     request: SendRequest | ReceiveRequest | None
+
+
+class _Arrival(NamedTuple):
+    """Announced message that this rank is receiving.
+
+    ``readable`` is the address in the sender's process from which it is read; 0: it was granted.
+    ``is_timed`` says that the sender has announced this address, and no other message is first.
+    """
+
+    request: ReceiveRequest
+    envelope: Envelope
+    readable: int
+    is_timed: bool
 
 
 class LocalDriver(MessageProtocol):
@@ -64,16 +79,16 @@ class LocalDriver(MessageProtocol):
         self.rings = rings
         self._eager_nbytes = eager_nbytes
         self._queues: dict[int, deque[_Waiting]] = {}
-        #: Granted messages whose data has not all moved, by peer, in the order of the grants.
+        #: Messages whose data has not all moved, by peer; granted ones in the order of the grants.
         self._outgoing: dict[int, deque[SendRequest]] = {}
-        self._incoming: dict[int, deque[ReceiveRequest]] = {}
+        self._incoming: dict[int, deque[_Arrival]] = {}
         self._nmoving = 0
         self._nqueued = 0
 
     @property
     def nmoving(self) -> int:
-        """Number of granted messages whose data is arriving or leaving."""
-        return self._nmoving
+        """Number of messages that receives have taken and whose data is arriving or leaving."""
+        return self._nmoving + self.rings.nread
 
     @property
     def has_work(self) -> bool:
@@ -108,11 +123,12 @@ class LocalDriver(MessageProtocol):
 
     # Progress
 
-    def advance(self, is_waiting: bool) -> bool:
+    def advance(self, is_waiting: bool, is_done: Callable[[], bool] | None = None) -> bool:
         """Move frames, and handle envelopes; return whether any frame moved.
 
         This method may return while more frames can move. If `is_waiting` and nothing can move, it
-        first waits, up to some milliseconds, for a frame or for room in a ring.
+        first waits, up to some milliseconds, for a frame or for room in a ring. It leaves the rest
+        to direct calls after an event with which ``is_done()`` becomes true.
         """
         has_moved = False
         for _ in range(_MOST_EVENTS):
@@ -123,15 +139,17 @@ class LocalDriver(MessageProtocol):
             if event == layout.MOVED:
                 break
             self._on_event(event, self.rings.peer)
+            if is_done is not None and is_done():
+                break
         return has_moved
 
     def _on_event(self, event: int, peer: int) -> None:
         if event == layout.FRAME:
-            kind, dtype, tag, ident, size, data = self.rings.frame()
+            kind, dtype, tag, ident, size, data, readable = self.rings.frame()
             if kind == EnvelopeKind.DATA:
                 raise InternalError(f"rank {self._members[peer]} sends data that was not granted")
             # The data is in the ring, so the frame is taken out only afterwards.
-            self._on_envelope(peer, kind, dtype, tag, ident, size, data)
+            self._on_envelope(peer, kind, dtype, tag, ident, size, data, readable)
             self.rings.consume(peer, len(data))
         elif event == layout.ROOM:
             self._flush(peer)
@@ -140,9 +158,17 @@ class LocalDriver(MessageProtocol):
             self._nmoving -= 1
             self._send_next(peer)
         else:
-            self._incoming[peer].popleft().is_done = True
+            request, envelope, readable, _ = self._incoming[peer].popleft()
             self._nmoving -= 1
             self._receive_next(peer)
+            if event == layout.UNREAD:
+                self.rings.count_read(peer, -1)
+                # Behind the messages that this rank has granted meanwhile.
+                self._grant(request, envelope._replace(readable=0))
+            elif readable:
+                self._tell(request, envelope)
+            else:
+                request.is_done = True
 
     def _send_next(self, peer: int) -> None:
         if self._outgoing[peer]:
@@ -150,8 +176,9 @@ class LocalDriver(MessageProtocol):
 
     def _receive_next(self, peer: int) -> None:
         if self._incoming[peer]:
-            request = self._incoming[peer][0]
-            self.rings.receive_data(peer, request.view[: request.nbytes])
+            request, _, readable, is_timed = self._incoming[peer][0]
+            view = request.view[: request.nbytes]
+            self.rings.receive_data(peer, view, readable, is_timed=is_timed)
 
     # Transfer
 
@@ -167,9 +194,10 @@ class LocalDriver(MessageProtocol):
     def _put(
         self, to: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
         payload: memoryview | bytes = b"", request: SendRequest | ReceiveRequest | None = None,
+        announced: memoryview | bytes = b"",
     ) -> None:  # fmt: skip
         queue = self._queues.setdefault(to, deque())
-        queue.append(_Waiting(kind, dtype, tag, ident, nbytes, payload, request))
+        queue.append(_Waiting(kind, dtype, tag, ident, nbytes, payload, announced, request))
         self._nqueued += 1
         if len(queue) == 1:
             self._flush(to)
@@ -178,20 +206,38 @@ class LocalDriver(MessageProtocol):
         """Put waiting envelopes into the ring until it has no room."""
         queue = self._queues[peer]
         while queue and self.rings.put(peer, *queue[0][:-1]):
-            request = queue.popleft().request
+            sent = queue.popleft()
             self._nqueued -= 1
-            if request is not None:
-                request.is_done = True
+            if sent.kind == EnvelopeKind.READ:
+                self.rings.count_read(peer, -1)
+            if sent.request is not None:
+                sent.request.is_done = True
+
+    def _announce(self, request: SendRequest, to: int, dtype: int, tag: int) -> None:
+        given = to, EnvelopeKind.REQUEST, dtype, tag, request.ident, len(request.view)
+        self._put(*given, announced=request.view)
+
+    def _tell(self, request: ReceiveRequest, envelope: Envelope) -> None:
+        """Tell the sender of a message that all its data was read."""
+        source, nbytes = envelope.source, envelope.nbytes
+        self._put(source, EnvelopeKind.READ, 0, 0, envelope.ident, nbytes, request=request)
 
     def _grant(self, request: ReceiveRequest, envelope: Envelope) -> None:
+        """Begin to receive a message: read it if this rank may, otherwise grant it."""
         source, nbytes = envelope.source, envelope.nbytes
-        # A synchronous message without data is received as soon as its grant is sent.
-        completed = None if nbytes else request
-        self._put(source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes, request=completed)
-        if not nbytes:
-            return
-        self._moves_in(request, source)
-        if len(self._incoming[source]) == 1:
+        readable = self.rings.choose(source, envelope.readable, nbytes)
+        if readable:
+            self.rings.count_read(source, 1)
+        else:
+            # A synchronous message without data is received as soon as its grant is sent.
+            completed = None if nbytes else request
+            self._put(source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes, request=completed)
+            if not nbytes:
+                return
+        is_first = not self._incoming.get(source)
+        is_timed = bool(envelope.readable) and is_first
+        self._moves_in(source, _Arrival(request, envelope, readable, is_timed))
+        if is_first:
             self._receive_next(source)
 
     def _granted(self, request: SendRequest, to: int, data: memoryview | bytes) -> None:
@@ -202,8 +248,8 @@ class LocalDriver(MessageProtocol):
         if len(self._outgoing[to]) == 1:
             self._send_next(to)
 
-    def _moves_in(self, request: ReceiveRequest, source: int) -> None:
-        self._incoming.setdefault(source, deque()).append(request)
+    def _moves_in(self, source: int, arrival: _Arrival) -> None:
+        self._incoming.setdefault(source, deque()).append(arrival)
         self._nmoving += 1
 
     def _moves_out(self, request: SendRequest, to: int) -> None:
@@ -243,10 +289,14 @@ class LocalDriver(MessageProtocol):
         request = ReceiveRequest(view, dtype, source, tag)
         nbytes, ident = int(words[layout.FOUND_NBYTES]), int(words[layout.FOUND_IDENT])
         request.result, request.nbytes = message_of(call, dtype), nbytes
+        envelope = Envelope(source, tag, dtype, nbytes, ident, None)
         if step == layout.TO_PUT:
-            self._grant(request, Envelope(source, tag, dtype, nbytes, ident, None))
-        elif step == layout.MOVES:
-            self._moves_in(request, source)
+            self._grant(request, envelope)
+        elif step == layout.TO_TELL:
+            self._tell(request, envelope)
+        elif step in (layout.MOVES, layout.READS):
+            # The rings know the address and the time; here, the address only has to be one.
+            self._moves_in(source, _Arrival(request, envelope, step == layout.READS, False))
         else:
             request.is_done = True
         return request

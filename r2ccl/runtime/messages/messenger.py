@@ -427,8 +427,10 @@ class Messenger(MessageCaller):
         driver = self.way.driver
 
         def is_done() -> bool:
+            # A peer that no longer moves data has said so before, in a frame that is handled here.
+            was_moving = driver.nmoving
             driver.withdraw()
-            return not driver.nmoving
+            return not (was_moving or driver.nmoving)
 
         doing = "close(), before the data of all messages has arrived"
         self._wait(is_done, ANY, doing, "message", self._timeout_s)

@@ -8,6 +8,9 @@ envelope; the peer buffers it until a receive takes it. A long message is announ
                                         <-   GRANT(ident)
     data                                ->   the receive is complete
 
+In shared memory, a REQUEST may have the address of the data. The receiver then reads the data from
+the sender's process, and answers READ(ident) when the receive is complete.
+
 A peer buffers at most `MOST_UNTAKEN` bytes (over links `MOST_UNTAKEN_ON_LINKS`) of short messages
 from this rank that no receive has taken. A short message that would exceed this limit is announced,
 too. A synchronous message is always announced: the grant tells its sender that a receive has taken
@@ -112,7 +115,7 @@ class MessageProtocol(ABC):
         else:
             self._note_busy(to, 1)
             self._announced[request.ident] = request
-            self._put(to, EnvelopeKind.REQUEST, dtype, tag, request.ident, len(view))
+            self._announce(request, to, dtype, tag)
         return request
 
     def receive(self, view: memoryview, dtype: int, source: int, tag: int) -> ReceiveRequest:
@@ -153,24 +156,32 @@ class MessageProtocol(ABC):
 
     def _on_envelope(
         self, source: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
-        data: memoryview | bytes,
+        data: memoryview | bytes, readable: int = 0,
     ) -> None:  # fmt: skip
-        """Handle an envelope of rank `source`: a MESSAGE, REQUEST, GRANT or REFUSE.
+        """Handle an envelope of rank `source`: a MESSAGE, REQUEST, GRANT, READ or REFUSE.
 
-        `data`, the payload of the envelope, is borrowed until this method returns.
+        `data`, the payload of the envelope, is borrowed until this method returns. For `readable`,
+        see `Envelope`.
         """
         if kind == EnvelopeKind.MESSAGE:
             self._arrived(Envelope(source, tag, dtype, nbytes, ident, data))
         elif kind == EnvelopeKind.REQUEST:
             self._note_busy(source, 1)
-            self._arrived(Envelope(source, tag, dtype, nbytes, ident, None))
+            self._arrived(Envelope(source, tag, dtype, nbytes, ident, None, readable))
         elif kind == EnvelopeKind.GRANT:
             self._granted(self._announced.pop(ident), source, data)
+        elif kind == EnvelopeKind.READ:
+            self._note_busy(source, -1)
+            self._announced.pop(ident).is_done = True
         else:
             request = self._announced.pop(ident)
             self._note_busy(source, -1)
             request.error = InvalidArgument(bytes(data).decode())
             request.is_done = True
+
+    def _announce(self, request: SendRequest, to: int, dtype: int, tag: int) -> None:
+        nbytes = len(request.view)
+        self._put(to, EnvelopeKind.REQUEST, dtype, tag, request.ident, nbytes)
 
     def _arrived(self, envelope: Envelope) -> None:
         while (request := self.matching.taker_of(envelope)) is not None:
@@ -183,7 +194,7 @@ class MessageProtocol(ABC):
 
         Return False if another receive may still take the message.
         """
-        source, _, dtype, nbytes, ident, payload = envelope
+        source, _, dtype, nbytes, ident, payload, _ = envelope
         if dtype != request.dtype or nbytes > len(request.view):
             self._refuse(request, envelope)
             return payload is None

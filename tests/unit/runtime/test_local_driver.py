@@ -12,6 +12,7 @@ from r2ccl.errors import InternalError
 from r2ccl.kernels.arrays import DATA
 from r2ccl.runtime.messages.local_driver import LocalDriver
 from r2ccl.runtime.messages.matching import ANY, Message
+from r2ccl.shm.layout import TOKEN
 from r2ccl.shm.message_layout import FRAME_NBYTES, OPEN, ring_nbytes
 from r2ccl.shm.rings import DirectCall, Operand
 
@@ -25,8 +26,8 @@ _EAGER_NBYTES = 1 << 16
 
 
 @contextmanager
-def _drivers(nranks=2):
-    with joined(nranks) as ranks:
+def _drivers(nranks=2, *, can_read=False):
+    with joined(nranks, can_read=can_read) as ranks:
         members = range(10, 10 + nranks)
         yield [
             LocalDriver(rings, rank=rank, members=members, eager_nbytes=_EAGER_NBYTES)
@@ -58,6 +59,69 @@ def test_messages_keep_their_order_beyond_the_ring():
         assert sender.is_quiet
         assert receiver.is_quiet
         assert sender.nmoving == receiver.nmoving == 0
+
+
+class _Transfers:
+    """Chooses the transfers of messages in turn, instead of the rings."""
+
+    def __init__(self, *are_read):
+        self._are_read = are_read
+        self._ncalls = 0
+
+    def __call__(self, peer, readable, nbytes):
+        is_read = self._are_read[self._ncalls % len(self._are_read)]
+        self._ncalls += 1
+        return readable if is_read else 0
+
+
+@pytest.mark.parametrize("can_be_read", [True, False])
+def test_messages_are_read_between_others(can_be_read):
+    with _drivers(can_read=True) as (sender, receiver):
+        receiver.rings.choose = _Transfers(True, False, True, True, False)
+        if not can_be_read:
+            sender.rings._own.words[TOKEN // 8] += 1
+        sizes = (20_000, 200_000, 30_000, 5) * 15
+        arrays = [np.full(size, float(number)) for number, size in enumerate(sizes)]
+        sent = [sender.send(_bytes(x), _F64, 1, 7) for x in arrays]
+        outs = [np.zeros(200_000) for _ in arrays]
+        received = [receiver.receive(_bytes(out), _F64, 0, ANY) for out in outs]
+        _advance(sender, receiver)
+        for x, out, one, other in zip(arrays, outs, sent, received, strict=True):
+            assert one.is_done
+            assert other.is_done
+            assert np.array_equal(out[: x.size], x)
+        assert sender.is_quiet
+        assert receiver.is_quiet
+        assert sender.nmoving == receiver.nmoving == 0
+
+
+def test_a_message_that_will_be_read_moves():
+    """So that its sender does not close before."""
+    with _drivers(can_read=True) as (sender, receiver):
+        receiver.rings.choose = _Transfers(True)
+        x, out = np.ones(20_000), np.zeros(20_000)
+        sent = sender.send(_bytes(x), _F64, 1, 7)
+        receiver.advance(False)
+        assert sender.nmoving == 0
+        receiver.receive(_bytes(out), _F64, 0, 7)
+        assert sender.nmoving == receiver.nmoving == 1
+        receiver.advance(False)
+        sender.advance(False)
+        assert sent.is_done
+        assert sender.nmoving == receiver.nmoving == 0
+
+
+def test_what_comes_after_a_wait_is_left_to_direct_calls():
+    with _drivers() as (sender, receiver):
+        outs = [np.zeros(3) for _ in range(2)]
+        first = receiver.receive(_bytes(outs[0]), _F64, 0, 7)
+        for number in (1.0, 2.0):
+            sender.send(_bytes(np.full(3, number)), _F64, 1, 7)
+        receiver.advance(False, lambda: first.is_done)
+        assert receiver.is_quiet
+        receiver.receive(_bytes(outs[1]), _F64, 0, 7)
+        receiver.advance(False)
+        assert [out[0] for out in outs] == [1, 2]
 
 
 def test_a_message_of_eager_nbytes_is_short():

@@ -11,8 +11,18 @@ from support.ringpairs import joined
 
 from r2ccl.kernels.arrays import DATA
 from r2ccl.shm import message_layout as layout
-from r2ccl.shm.layout import CHANGED, FINISHED, SLEEP_NS, SLEEP_S, SPIN, SPIN_MAX, SPIN_MIN, YIELDS
-from r2ccl.shm.message_layout import AWAITS, DONE, FINISHED_OTHER, OPEN, TO_PUT
+from r2ccl.shm.layout import (
+    CHANGED,
+    FINISHED,
+    SLEEP_NS,
+    SLEEP_S,
+    SPIN,
+    SPIN_MAX,
+    SPIN_MIN,
+    TOKEN,
+    YIELDS,
+)
+from r2ccl.shm.message_layout import AWAITS, DONE, FINISHED_OTHER, OPEN, READS, TO_PUT
 from r2ccl.shm.rings import DirectCall, Operand
 
 _F64 = 8
@@ -62,6 +72,49 @@ def _exchange(ranks, count, ntimes):
 def test_both_ranks_exchange_in_one_call(count):
     with joined(2) as ranks:
         assert _exchange(ranks, count, 20) == [[FINISHED_OTHER] + [FINISHED] * 19] * 2
+
+
+def _classes(rings, peer):
+    """Return, for each class of sizes, what a rank remembers of the transfers from a peer."""
+    words = rings._words[peer][layout.CLASSES :]
+    return words.reshape(layout.NCLASSES, layout.CLASS_NWORDS)
+
+
+def _read_next(receiver, number):
+    """Let the next message of a class from rank 0 be read: it is in the second row."""
+    _classes(receiver, 0)[number, layout.CLASS_NMESSAGES] = 1 << (5 - number)
+
+
+@pytest.mark.parametrize(("count", "number"), [(8193, 0), (20_000, 1), (300_000, 5)])
+def test_long_messages_are_read_or_not(count, number):
+    with joined(2, can_read=True) as ranks:
+        assert _exchange(ranks, count, 80) == [[FINISHED_OTHER] + [FINISHED] * 79] * 2
+        for rank in (0, 1):
+            nmessages, _, *durations_ns = _classes(ranks[rank], 1 - rank)[number]
+            assert nmessages == 80
+            assert all(durations_ns)
+            assert ranks[rank].nread == 0
+
+
+def test_a_message_comes_in_frames_if_it_cannot_be_read():
+    with joined(2, can_read=True) as ranks:
+        ranks[0]._own.words[TOKEN // 8] += 1  # as if another process had the number
+        assert _exchange(ranks, 20_000, 40) == [[FINISHED_OTHER] + [FINISHED] * 39] * 2
+        assert _classes(ranks[1], 0)[1, layout.CLASS_NS + 1] == 0
+        assert ranks[0].nread == 0
+
+
+def test_a_message_is_not_taken_after_its_sender_dropped_it():
+    with joined(2, can_read=True) as (sender, receiver):
+        x, out = np.ones(20_000), np.zeros(20_000)
+        assert _run(sender, _prepare(sender, 1, x), x) == OPEN
+        sender.forget()
+        x[:] = 2
+        _read_next(receiver, 1)
+        call = _prepare(receiver, 0, out=out)
+        assert _run(receiver, call, out=out) == OPEN
+        assert _step(call) == (DONE, READS)
+        assert sender.nread == 1
 
 
 def test_no_rank_sleeps_too_long():
