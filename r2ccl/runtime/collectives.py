@@ -41,6 +41,7 @@ from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import HostLanes
 from r2ccl.runtime.grouping import Group
 from r2ccl.runtime.host_collectives import HostCollectives
+from r2ccl.runtime.messages.matching import Message
 from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.runtime.repeats import Make, plain_of
 from r2ccl.runtime.turn import HAS_GIL, Turn
@@ -370,9 +371,19 @@ class Collectives:
                 raise self._is_async_in_group()
             group.post(post)
             return None
+        return self._run_message(post if is_async else lambda: post().wait())
+
+    def await_message(self, request: MessageRequest) -> Message | None:
+        """Wait for a message that has begun, even if calls are refused; raise as `start_message`.
+
+        Until the wait ends, the message may use its array.
+        """
+        return self._run_message(request.wait)
+
+    def _run_message(self, fn: Callable[[], _T]) -> _T:
+        """Return ``fn()``; most errors, and Ctrl-C, end the communicator."""
         try:
-            request = post()
-            return request if is_async else request.wait()
+            return fn()
         except (InvalidArgument, ConcurrentCalls, CommunicatorRevoked):
             raise
         except BaseException as exc:

@@ -460,6 +460,8 @@ class Job:
         """Make every later call raise `CommunicatorRevoked`; runs in a forked child."""
         self.is_forked = True
         self.refuse(self.forked)
+        for participant in tuple(self._participants):
+            participant.engine.messenger.disown_memory()
         self.control.disable()
 
     def _watch_carriers(self) -> LinkMonitor:

@@ -125,7 +125,9 @@ class MessageCalls:
                 return None
             # Compiled code of the peer expects the request of a long message before the grant.
             sending = start(send, True)
-            return self._exchange(start(receive, True), partial(self._wait, sending))
+            return self._exchange(
+                start(receive, True), partial(self._collectives.await_message, sending)
+            )
         except Exception:
             raise
         except BaseException as exc:
@@ -174,9 +176,6 @@ class MessageCalls:
         )
         self.send, self.recv, self.sendrecv = made
 
-    def _wait(self, request: MessageRequest) -> Any:
-        return self._collectives.start_message(lambda: request, False)
-
     def _exchange(
         self, received: MessageRequest | None, send: Callable[[], object]
     ) -> Message | None:
@@ -210,9 +209,8 @@ class MessageCalls:
             sent = MessageRequest(self._messenger, found.sent, x)
 
         if sent is not None:
-            return self._exchange(received, partial(self._wait, sent))
-        message: Message | None = None if received is None else self._wait(received)
-        return message
+            return self._exchange(received, partial(self._collectives.await_message, sent))
+        return None if received is None else self._collectives.await_message(received)
 
     def _to(self, x: Any, to: SupportsIndex, tag: int) -> DirectEnd:
         buffer = arguments.as_buffer(x, writable=False)

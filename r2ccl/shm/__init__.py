@@ -22,8 +22,8 @@ other ranks map; segments for arrays of the user are made on request. Modules:
   `repeat_loop` has the compiled code of these functions;
 - `group` has `LocalGroup`, the object that a communicator calls;
 - `message_layout` has the offsets in the memory for messages, and the words of a rank's table;
-- `frames` has the compiled steps of messages, `message_transfer` the choice whether a long one is
-  read from the sender's process, `pump` the compiled loop that moves them;
+- `frames` has the compiled steps of messages, `message_transfer` those that choose whether a long
+  one is read from the sender's process, and that read it; `pump` the compiled loop that moves them;
 - `one_message` sends and receives in one compiled call; `repeat_message` makes functions that run
   such a call again, `repeat_message_loop` has their compiled code;
 - `rings` has `Rings`, which `r2ccl.runtime.messages` uses;

@@ -87,13 +87,13 @@ def has_room(table: Any, words: Any, nbytes: Any) -> Any:
 @inlined
 def put(
     table: Any, words: Any, kind: Any, tag: Any, ident: Any, size: Any, source: Any, nbytes: Any,
-    readable: Any = 0,
+    readable_at: Any = 0,
 ) -> None:  # fmt: skip
     """Put a frame with `nbytes` bytes of data from address `source` into the ring to a peer.
 
     The ring must have room for it. `kind` is the first word of the header: the kind and the dtype.
     `ident` is the number of the message, and `size` the size of the whole message in bytes; in a
-    DATA frame, `ident` is 0 and `size` is `nbytes`. `readable` is the address of an announced
+    DATA frame, `ident` is 0 and `size` is `nbytes`. `readable_at` is the address of an announced
     message that the peer may read (`r2ccl.shm.message_transfer`), otherwise 0.
     """
     ring, at = table[RING], words[HEAD] & (table[RING] - 1)
@@ -103,7 +103,7 @@ def put(
     header[FRAME_IDENT] = ident
     header[FRAME_SIZE] = size
     header[FRAME_DATA] = nbytes
-    header[FRAME_ADDRESS] = readable
+    header[FRAME_ADDRESS] = readable_at
     if nbytes > 0:
         at = (at + FRAME_NBYTES) & (ring - 1)
         first = min(nbytes, ring - at)

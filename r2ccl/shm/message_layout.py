@@ -1,8 +1,9 @@
 """Layout of the memory for messages, and of the table that a rank keeps for compiled code.
 
 The memory for messages of a rank follows the memory for collectives in its segment. It has a
-*bell*, a word that peers increment to wake the owner; then for each peer the owner's positions in
-the two rings between the owner and that peer; then for each peer the ring of frames to that peer.
+*bell*, a word that peers increment to wake the owner; a word that the owner sets when it drops its
+messages; then for each peer the owner's positions in the two rings between the owner and that peer,
+and counts; then for each peer the ring of frames to that peer.
 Only the owner writes this memory, apart from the bell. The pages of a ring are allocated when it is
 first used.
 
@@ -29,8 +30,9 @@ PEER_NBYTES = 2 * LINE_NBYTES
 #: Bytes that the owner has put into the ring to the peer.
 RING_HEAD = 0
 #: Bytes that the owner has taken from the ring of the peer; bytes of short messages from the peer
-#: that the owner's receives have taken; number of messages that the owner reads, or will read, from
-#: the peer's process for a receive.
+#: that the owner's receives have taken; number of messages of the peer that the owner's receives
+#: have taken and that the owner reads, or will read, from the peer's process. A message counts
+#: until its READ or GRANT is in the ring.
 RING_TAIL = LINE_NBYTES
 RING_TAKEN, RING_READS = LINE_NBYTES + 8, LINE_NBYTES + 16
 
@@ -69,7 +71,7 @@ KIND_MASK = (1 << KIND_BITS) - 1
 # Kinds of frames that compiled code handles, as plain integers.
 MESSAGE, REQUEST = int(EnvelopeKind.MESSAGE), int(EnvelopeKind.REQUEST)
 GRANT, DATA_FRAME = int(EnvelopeKind.GRANT), int(EnvelopeKind.DATA)
-READ = int(EnvelopeKind.READ)
+READ_FRAME = int(EnvelopeKind.READ)
 
 # Indices of the table.
 
@@ -109,11 +111,11 @@ IN_RING, IN_HEAD, IN_TAIL = 19, 20, 21
 #: Address of the peer's bell.
 PEER_BELL = 22
 #: For each class of sizes, `CLASS_NWORDS` words for the choice between frames and reading, see
-#: `r2ccl.shm.message_transfer`: number of messages; transfer of the last one; usual time per MiB
-#: with each transfer, in nanoseconds, or 0.
+#: `r2ccl.shm.message_transfer`: number of messages for which a transfer was chosen; usual time
+#: per MiB with each transfer, in nanoseconds, or 0: not known.
 CLASSES = 23
-CLASS_NMESSAGES, CLASS_LAST, CLASS_NS = 0, 1, 2
-NCLASSES, CLASS_NWORDS = 10, 4
+CLASS_NMESSAGES, CLASS_NS = 0, 1
+NCLASSES, CLASS_NWORDS = 10, 3
 PEER_NWORDS = CLASSES + NCLASSES * CLASS_NWORDS
 
 
@@ -133,8 +135,8 @@ FRAME = 2
 SENT_ALL, RECEIVED_ALL = 3, 4
 #: There is room for the frame that waits.
 ROOM = 5
-#: The rest of a message cannot be read from the peer's process.
-UNREAD = 6
+#: A message, or the rest of it, cannot be read from the peer's process; it has to be granted.
+UNREADABLE = 6
 
 # Words of a direct call, see `r2ccl.shm.one_message`. The caller sets the first ten: address of the
 # form of the arrays (0: not compared); receiver (-1: no send), dtype code, tag, bytes, 1 if the

@@ -1,13 +1,17 @@
-"""Compiled choice of the transfer of announced messages: in frames, or by reading; and the reading.
+"""Compiled steps that choose the transfer of an announced message, and that read a message.
 
-In frames, the sender copies the data into a ring, and the receiver copies it out at the same time.
-This is the faster transfer for two ranks whose cores share a cache, if both have a core. Otherwise
-it is often faster if the receiver alone copies the data, from the sender's process
+There are two transfers. In frames, the sender copies the data into a ring, and the receiver copies
+it out at the same time. This is faster for two ranks whose cores share a cache, if both have a
+core. Otherwise it is often faster if the receiver alone copies the data, from the sender's process
 (`r2ccl.shm.reading`).
 
-A sender announces the address of each message of at least `LEAST_NBYTES` that its peer may read.
-The receiver chooses. It remembers, for each peer and class of sizes, how long each transfer usually
-takes, as `r2ccl.shm.transfer` does for collectives.
+A REQUEST contains the address of the data if the message is large enough and the peer may read it.
+The receiver chooses: it remembers, for each peer and class of sizes, how long each transfer usually
+takes, as `r2ccl.shm.transfer` does for collectives. If it cannot read the data, it grants the
+message.
+
+In all functions, `state` is a pointer to the state (`r2ccl.shm.layout`), `address` the address of
+the state, and `words` a pointer to the words of the peer in the table (`r2ccl.shm.message_layout`).
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ from r2ccl.shm.atomics import clock_ns, fence, load_acquire, store_release
 from r2ccl.shm.layout import BASES, CAN_READ, STREAM_NBYTES, TIME
 from r2ccl.shm.message_layout import (
     BELL,
-    CLASS_LAST,
     CLASS_NMESSAGES,
     CLASS_NS,
     CLASS_NWORDS,
@@ -38,19 +41,21 @@ from r2ccl.shm.message_layout import (
     PEER_BELL,
     RING_READS,
     RING_TAIL,
-    UNREAD,
+    UNREADABLE,
 )
 from r2ccl.shm.reading import can_read, read_array
 from r2ccl.shm.transfer import next_transfer, remember
 
-#: Smallest message that may be read, in bytes; the first class of sizes has at most twice as many.
+_FRAMES, _READING, _NTRANSFERS = 0, 1, 2
+#: Smallest size in bytes of a message that may be read. Class k of sizes begins at 2**k times this
+#: size; the last class has no upper limit.
 _LEAST_BITS = 16
-LEAST_NBYTES = 1 << _LEAST_BITS
-#: A transfer is used 2**5 times in a row in the first class of sizes, and half as often in each
-#: further class, but at least 2**2 times. The messages thus go around the ring, whose parts are not
-#: in the caches after other messages were read.
-_MOST_ROW_BITS, _LEAST_ROW_BITS = 5, 2
-#: Number of bytes that are read at a time.
+_LEAST_NBYTES = 1 << _LEAST_BITS
+#: A transfer is used 2**6 times in a row in the first class of sizes, half as often in each further
+#: class, and at least 2**3 times. Half a row thus has at least 2 MiB, twice the size of the largest
+#: ring. Only the second half counts: after messages that were read, the ring is not in the caches.
+MOST_ROW_BITS, _LEAST_ROW_BITS = 6, 3
+#: Maximum number of bytes that are read at a time, in some 40 us.
 _PIECE_NBYTES = 1 << 18
 _MIB_BITS = 20
 
@@ -59,10 +64,11 @@ _MIB_BITS = 20
 def readable_address(state: Any, peer: Any, source: Any, nbytes: Any) -> Any:
     """Return `source`, the address of a message of `nbytes` bytes, if rank `peer` may read it.
 
-    Return 0 if the message is small, or the peer cannot read this process. The memory of a device
-    cannot be read so; the peer then finds that out, and grants the message.
+    Return 0 if the message has less than `_LEAST_NBYTES`, or the peer has not told that it can read
+    the memory of all other ranks. The memory of a device, mapped into the process, cannot be read;
+    the peer notices that when it tries, and grants the message.
     """
-    if nbytes < LEAST_NBYTES or load_acquire(state[BASES + peer] + CAN_READ) == 0:
+    if nbytes < _LEAST_NBYTES or load_acquire(state[BASES + peer] + CAN_READ) == 0:
         return 0
     return source
 
@@ -78,53 +84,60 @@ def _class_of(nbytes: Any) -> Any:
 
 
 @inlined
-def chosen_address(words: Any, readable: Any, nbytes: Any) -> Any:
-    """Choose the transfer of a message that a receive takes; return `readable` to read it, else 0.
+def _row_bits(number: Any) -> Any:
+    """Return the binary logarithm of the length of the rows of class `number`."""
+    return max(_LEAST_ROW_BITS, MOST_ROW_BITS - number)
 
-    `readable` is the address that the sender has announced, or 0.
+
+@inlined
+def chosen_address(words: Any, readable_at: Any, nbytes: Any) -> Any:
+    """Choose the transfer of a message that a receive takes.
+
+    Return `readable_at`, the address that the sender has announced, if this rank shall read the
+    message, otherwise 0; also 0 if `readable_at` is 0.
     """
-    if readable == 0:
+    if readable_at == 0:
         return 0
     number = _class_of(nbytes)
-    at, row_bits = CLASSES + number * CLASS_NWORDS, max(_LEAST_ROW_BITS, _MOST_ROW_BITS - number)
-    transfer = next_transfer(words, at + CLASS_NMESSAGES, at + CLASS_NS, 2, row_bits)
-    return readable if transfer == 1 else 0
+    at = CLASSES + number * CLASS_NWORDS
+    given = at + CLASS_NMESSAGES, at + CLASS_NS, _NTRANSFERS, _row_bits(number)
+    transfer = next_transfer(words, *given)
+    return readable_at if transfer == _READING else 0
 
 
 @inlined
 def begin_in(
-    state: Any, address: Any, words: Any, target: Any, nbytes: Any, readable: Any, is_timed: Any
+    state: Any, address: Any, words: Any, target: Any, nbytes: Any, readable_at: Any, is_timed: Any
 ) -> None:
     """Begin to receive a long message of `nbytes` bytes at address `target`.
 
-    With `readable` 0, `pull` copies the message from frames; a large message is then written
-    without storing it in the caches. Otherwise `read_piece` reads it from address `readable` of the
-    peer's process. With `is_timed`, the duration of the transfer is remembered. `address` is that
-    of the state.
+    With `readable_at` 0, `pull` copies the message from frames; one of at least
+    ``state[STREAM_NBYTES]`` bytes is written without storing it in the caches. Otherwise,
+    `read_piece` reads it from address `readable_at` of the peer's process. With `is_timed`,
+    `end_in` learns from the duration, if the transfer was chosen in the second half of a row.
     """
     words[IN_AT] = target
-    words[IN_ADDRESS] = readable
+    words[IN_ADDRESS] = readable_at
     words[IN_STREAMED] = 1 if nbytes >= state[STREAM_NBYTES] else 0
     words[IN_LEFT] = words[IN_SIZE] = nbytes
-    words[IN_BEGUN_NS] = clock_ns(address + 8 * TIME) if is_timed else 0
+    words[IN_BEGUN_NS] = 0
+    if is_timed:
+        number = _class_of(nbytes)
+        last = words[CLASSES + number * CLASS_NWORDS + CLASS_NMESSAGES] - 1
+        if (last >> (_row_bits(number) - 1)) & 1:
+            words[IN_BEGUN_NS] = clock_ns(address + 8 * TIME)
 
 
 @inlined
 def end_in(address: Any, words: Any) -> None:
-    """Remember the duration of the transfer of a message that has arrived, if it is timed.
-
-    The first message after one with the other transfer does not count, because it finds other data
-    in the caches.
-    """
-    if words[IN_BEGUN_NS] == 0:
-        return
-    duration_ns = clock_ns(address + 8 * TIME) - words[IN_BEGUN_NS]
-    at = CLASSES + _class_of(words[IN_SIZE]) * CLASS_NWORDS
-    transfer = 1 if words[IN_ADDRESS] != 0 else 0
-    if words[at + CLASS_LAST] == transfer:
-        speed_ns = (duration_ns << _MIB_BITS) // words[IN_SIZE]
-        remember(words, at + CLASS_NS + transfer, speed_ns)
-    words[at + CLASS_LAST] = transfer
+    """Remember the time per MiB of a message that has arrived, if it is timed."""
+    if words[IN_BEGUN_NS] != 0:
+        duration_ns = clock_ns(address + 8 * TIME) - words[IN_BEGUN_NS]
+        words[IN_BEGUN_NS] = 0
+        at = CLASSES + _class_of(words[IN_SIZE]) * CLASS_NWORDS
+        transfer = _READING if words[IN_ADDRESS] != 0 else _FRAMES
+        per_mib_ns = (duration_ns << _MIB_BITS) // words[IN_SIZE]
+        remember(words, at + CLASS_NS + transfer, per_mib_ns)
 
 
 @inlined
@@ -138,15 +151,15 @@ def count_read(words: Any, change: Any) -> None:
 def read_piece(state: Any, address: Any, peer: Any, words: Any) -> Any:
     """Read the next piece of the long message that comes from rank `peer`; return an event.
 
-    MOVED: a piece was read; UNREAD: it cannot be read. IDLE: the peer has dropped its messages, so
-    that what was read may not be the message. `address` is that of the state.
+    MOVED: a piece was read. UNREADABLE: the message cannot be read. IDLE: the peer has dropped its
+    messages; its array may have changed, so the piece does not count.
     """
     nbytes = min(words[IN_LEFT], _PIECE_NBYTES)
     if not read_array(state, peer, words[IN_AT], words[IN_ADDRESS], nbytes):
-        return UNREAD
-    # Another process may have the number of the process by now.
+        return UNREADABLE
+    # After the last piece: if the peer's process has ended, another one may have its number.
     if nbytes == words[IN_LEFT] and not can_read(state, address, peer):
-        return UNREAD
+        return UNREADABLE
     fence()
     if load_acquire(words[PEER_BELL] + (DROPPED - BELL)) != 0:
         return IDLE
@@ -157,7 +170,7 @@ def read_piece(state: Any, address: Any, peer: Any, words: Any) -> Any:
 
 
 __all__ = [
-    "LEAST_NBYTES",
+    "MOST_ROW_BITS",
     "begin_in",
     "chosen_address",
     "count_read",

@@ -55,6 +55,7 @@ from r2ccl.shm.message_layout import (
     GRANT,
     IDENT,
     IDLE,
+    IN_ADDRESS,
     IN_LEFT,
     KIND_BITS,
     KIND_MASK,
@@ -67,7 +68,7 @@ from r2ccl.shm.message_layout import (
     OUT_LEFT,
     OUT_TAIL,
     OWN_BELL,
-    READ,
+    READ_FRAME,
     READS,
     RECV_STEP,
     REQUEST,
@@ -78,7 +79,7 @@ from r2ccl.shm.message_layout import (
     TAKEN,
     TO_PUT,
     TO_TELL,
-    UNREAD,
+    UNREADABLE,
 )
 from r2ccl.shm.message_transfer import (
     begin_in,
@@ -115,12 +116,12 @@ def _put_message(state: Any, table: Any, words: Any, call: Any, source: Any) -> 
         return IDLE
     table[IDENT] += 1
     call[CALL_IDENT] = table[IDENT]
-    kind, readable = MESSAGE, 0
+    kind, readable_at = MESSAGE, 0
     if not is_short:
         kind = REQUEST
-        readable = readable_address(state, call[CALL_TO], source, nbytes)
+        readable_at = readable_address(state, call[CALL_TO], source, nbytes)
     kind |= call[CALL_DTYPE] << KIND_BITS
-    put(table, words, kind, call[CALL_TAG], call[CALL_IDENT], nbytes, source, data, readable)
+    put(table, words, kind, call[CALL_TAG], call[CALL_IDENT], nbytes, source, data, readable_at)
     words[SENT] += data
     call[SEND_STEP] = DONE if is_short else AWAITS
     return MOVED
@@ -141,9 +142,9 @@ def _advance_send(state: Any, table: Any, words: Any, call: Any, source: Any) ->
     if step == AWAITS and has_frame(words):
         header = next_frame(table, words)
         kind = header[FRAME_KIND] & KIND_MASK
-        if kind in (GRANT, READ) and header[FRAME_IDENT] == call[CALL_IDENT]:
+        if kind in (GRANT, READ_FRAME) and header[FRAME_IDENT] == call[CALL_IDENT]:
             consume(table, words, 0)
-            if kind == READ:
+            if kind == READ_FRAME:
                 call[SEND_STEP] = DONE
             else:
                 begin_out(words, source, call[CALL_NBYTES])
@@ -177,10 +178,10 @@ def _take_frame(state: Any, address: Any, table: Any, words: Any, call: Any, tar
         consume(table, words, nbytes)
         call[RECV_STEP] = DONE
     else:
-        readable = chosen_address(words, header[FRAME_ADDRESS], nbytes)
-        begin_in(state, address, words, target, nbytes, readable, header[FRAME_ADDRESS] != 0)
+        readable_at = chosen_address(words, header[FRAME_ADDRESS], nbytes)
+        begin_in(state, address, words, target, nbytes, readable_at, header[FRAME_ADDRESS] != 0)
         call[RECV_STEP] = TO_PUT
-        if readable != 0:
+        if readable_at != 0:
             count_read(words, 1)
             call[RECV_STEP] = READS
         consume(table, words, 0)
@@ -188,16 +189,16 @@ def _take_frame(state: Any, address: Any, table: Any, words: Any, call: Any, tar
 
 
 @inlined
-def _read(state: Any, address: Any, words: Any, call: Any, target: Any) -> Any:
-    """Read the next piece of the message to receive; return an event."""
+def _read(state: Any, address: Any, words: Any, call: Any) -> Any:
+    """Read the next piece of the message to receive; return an event.
+
+    If it cannot be read, the next step grants the message.
+    """
     event = read_piece(state, address, call[CALL_SOURCE], words)
-    if event == UNREAD:
-        begin_in(state, address, words, target, call[FOUND_NBYTES], 0, False)
-        count_read(words, -1)
+    if event == UNREADABLE:
         call[RECV_STEP] = TO_PUT
         return MOVED
     if words[IN_LEFT] == 0:
-        end_in(address, words)
         call[RECV_STEP] = TO_TELL
     return event
 
@@ -212,19 +213,20 @@ def _advance_receive(
         if not has_room(table, words, 0):
             return IDLE
         nbytes = call[FOUND_NBYTES]
-        if step == TO_PUT:
-            put(table, words, GRANT, 0, call[FOUND_IDENT], nbytes, 0, 0)
-        else:
-            put(table, words, READ, 0, call[FOUND_IDENT], nbytes, 0, 0)
+        answer = GRANT if step == TO_PUT else READ_FRAME
+        put(table, words, answer, 0, call[FOUND_IDENT], nbytes, 0, 0)
+        if words[IN_ADDRESS] != 0:  # the message was read, or could not be read
             count_read(words, -1)
+            if step == TO_PUT:
+                begin_in(state, address, words, target, nbytes, 0, False)
         call[RECV_STEP] = MOVES if step == TO_PUT and nbytes > 0 else DONE
         return MOVED
     if step == READS:
-        return _read(state, address, words, call, target)
+        return _read(state, address, words, call)
     if step == DONE or not has_frame(words):
         return IDLE
     kind = next_frame(table, words)[FRAME_KIND] & KIND_MASK
-    is_answer = kind in (GRANT, READ)
+    is_answer = kind in (GRANT, READ_FRAME)
     if is_answer and call[CALL_TO] == call[CALL_SOURCE] and call[SEND_STEP] == AWAITS:
         return IDLE  # the send handles this frame
     if step == AWAITS:
@@ -234,7 +236,6 @@ def _advance_receive(
     pull(table, words)
     if words[IN_LEFT] == 0:
         stream_fence()
-        end_in(address, words)
         call[RECV_STEP] = DONE
     return MOVED
 
@@ -309,6 +310,8 @@ def make_direct() -> Direct:
                 return OPEN
         if call[CALL_SOURCE] < 0:
             return FINISHED
+        # The end of the send counts, too: a rank that reads also waits until its peer has read.
+        end_in(address, peer_words(table_at, call[CALL_SOURCE]))
         if call[FOUND_TAG] == call[LAST_TAG] and call[FOUND_NBYTES] == call[LAST_NBYTES]:
             return FINISHED
         call[LAST_TAG], call[LAST_NBYTES] = call[FOUND_TAG], call[FOUND_NBYTES]

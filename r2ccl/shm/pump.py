@@ -41,15 +41,18 @@ from r2ccl.shm.message_layout import (
     KIND_MASK,
     MOVED,
     OUT_LEFT,
+    OUT_TAIL,
     OWN_BELL,
     PEER,
     RECEIVED_ALL,
     REQUEST,
+    RING_READS,
+    RING_TAIL,
     ROOM,
     SENT_ALL,
     START,
     TABLE_NRANKS,
-    UNREAD,
+    UNREADABLE,
     WANTED,
     WOKEN,
 )
@@ -62,7 +65,8 @@ from r2ccl.shm.message_transfer import (
 )
 from r2ccl.shm.waiting import note_pauses, number_of_pauses
 
-#: Maximum number of rounds that move data before the caller handles signals: some milliseconds.
+#: Maximum number of rounds that move data before the caller handles signals: some milliseconds, or
+#: some ten for each peer from whose process messages are read.
 MOST_ROUNDS = 256
 
 #: Compiled ``pump``, see `make_pump`.
@@ -145,12 +149,11 @@ def _scan(state: Any, address: Any, table: Any, table_at: Any) -> Any:
             found = ROOM
         is_reading = words[IN_LEFT] > 0 and words[IN_ADDRESS] != 0
         if found == IDLE and is_reading:
-            read = read_piece(state, address, peer, words)
-            if read == UNREAD:
+            found = read_piece(state, address, peer, words)
+            if found == UNREADABLE:
                 words[IN_LEFT] = 0
-                found = UNREAD
-            elif read == MOVED:
-                event = MOVED
+            elif found == MOVED:
+                event, found = MOVED, IDLE
                 if words[IN_LEFT] == 0:
                     end_in(address, words)
                     found = RECEIVED_ALL
@@ -238,10 +241,10 @@ def make_put() -> Callable[[int, int, int, int, int, int, int, int, int], int]:
         if not has_room(table, words, nbytes):
             words[WANTED] = nbytes + 1
             return 0
-        readable = 0
+        readable_at = 0
         if kind & KIND_MASK == REQUEST:
-            readable = readable_address(words_at(address), peer, source, size)
-        put(table, words, kind, tag, ident, size, source, nbytes, readable)
+            readable_at = readable_address(words_at(address), peer, source, size)
+        put(table, words, kind, tag, ident, size, source, nbytes, readable_at)
         return 1
 
     return put_frame
@@ -264,18 +267,40 @@ def make_consume() -> Callable[[int, int, int], int]:
     return consume_frame
 
 
+def make_count_reads() -> Callable[[int], int]:
+    """Return the function that counts messages being read; `r2ccl.kernels.native` compiles it.
+
+    Returns
+    -------
+    callable
+        ``count_reads(table)`` returns the number of messages of this rank that peers read, or will
+        read. What the peers did before they changed it is visible afterwards. `table` is the
+        address of the table.
+    """
+
+    def count_reads(table_at: Any) -> Any:
+        table, number = words_at(table_at), 0
+        for peer in range(table[TABLE_NRANKS]):
+            words = peer_words(table_at, peer)
+            if words[OUT_TAIL] != 0:  # not this rank itself
+                number += load_acquire(words[OUT_TAIL] + (RING_READS - RING_TAIL))
+        return number
+
+    return count_reads
+
+
 def make_choose() -> Callable[[int, int, int, int], int]:
     """Return the function that chooses a message's transfer; `r2ccl.kernels.native` compiles it.
 
     Returns
     -------
     callable
-        ``choose(table, peer, readable, nbytes)``; see
+        ``choose(table, peer, readable_at, nbytes)``; see
         `r2ccl.shm.message_transfer.chosen_address`. `table` is the address of the table.
     """
 
-    def choose(table_at: Any, peer: Any, readable: Any, nbytes: Any) -> Any:
-        return chosen_address(peer_words(table_at, peer), readable, nbytes)
+    def choose(table_at: Any, peer: Any, readable_at: Any, nbytes: Any) -> Any:
+        return chosen_address(peer_words(table_at, peer), readable_at, nbytes)
 
     return choose
 
@@ -286,19 +311,19 @@ def make_begin() -> Callable[[int, int, int, int, int, int, int, int], int]:
     Returns
     -------
     callable
-        ``begin(state, table, peer, data, nbytes, is_in, readable, is_timed)``; `state` and `table`
-        are addresses, and `data` is the address of the data to send to the peer or, with `is_in`,
-        of the memory into which to receive. For `readable` and `is_timed`, see
+        ``begin(state, table, peer, data, nbytes, is_in, readable_at, is_timed)``; `state` and
+        `table` are addresses, and `data` is the address of the data to send to the peer or, with
+        `is_in`, of the memory into which to receive. For `readable_at` and `is_timed`, see
         `r2ccl.shm.message_transfer.begin_in`. Returns 0.
     """
 
     def begin(
         address: Any, table_at: Any, peer: Any, data: Any, nbytes: Any, is_in: Any,
-        readable: Any, is_timed: Any,
+        readable_at: Any, is_timed: Any,
     ) -> Any:  # fmt: skip
         words = peer_words(table_at, peer)
         if is_in:
-            begin_in(words_at(address), address, words, data, nbytes, readable, is_timed)
+            begin_in(words_at(address), address, words, data, nbytes, readable_at, is_timed)
         else:
             begin_out(words, data, nbytes)
         return 0
@@ -324,6 +349,7 @@ __all__ = [
     "make_begin",
     "make_choose",
     "make_consume",
+    "make_count_reads",
     "make_pump",
     "make_put",
     "make_ring",

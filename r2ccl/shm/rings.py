@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from threading import RLock
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ _CONSUME = "r2ccl.shm.pump:make_consume"
 _RING = "r2ccl.shm.pump:make_ring"
 _BEGIN = "r2ccl.shm.pump:make_begin"
 _CHOOSE = "r2ccl.shm.pump:make_choose"
+_COUNT_READS = "r2ccl.shm.pump:make_count_reads"
 _DIRECT = "r2ccl.shm.one_message:make_direct"
 
 Words = npt.NDArray[np.int64]
@@ -43,8 +45,8 @@ class RingFrame(NamedTuple):
     ``kind`` is a number of `EnvelopeKind`, ``dtype`` a dtype code. ``ident`` is the number of the
     message, and ``size`` the size of the whole message in bytes; in a DATA frame, ``ident`` is 0
     and ``size`` is the size of ``data``. ``data`` has the bytes in this frame; it is borrowed from
-    the ring until `Rings.consume`. ``readable`` is the address of the data of an announced message
-    in the process of the peer, or 0 if this rank may not read it there.
+    the ring until `Rings.consume`. ``readable_at`` is the address of the data of an announced
+    message in the process of the peer, or 0 if this rank may not read it there.
     """
 
     kind: int
@@ -53,7 +55,7 @@ class RingFrame(NamedTuple):
     ident: int
     size: int
     data: memoryview | bytes
-    readable: int
+    readable_at: int
 
 
 class Operand(NamedTuple):
@@ -72,8 +74,9 @@ class Rings:
     """Rings of one rank to and from all other ranks of its host.
 
     Only one thread at a time may call the methods, except `wake`. `rank` and `peer` are indices of
-    ranks in the group. The memory of a long message is borrowed until `pump` returns SENT_ALL or
-    RECEIVED_ALL for its peer, or until `forget`.
+    ranks in the group. The memory of a long message is borrowed until `pump` returns SENT_ALL,
+    RECEIVED_ALL or UNREADABLE for its peer, or until `forget`. That of an announced message is
+    borrowed from `put` on and, if the peer reads it, until the peer's READ.
 
     Parameters
     ----------
@@ -109,6 +112,7 @@ class Rings:
         nranks = len(peers) + 1
         self.ring_nbytes = layout.ring_nbytes(nranks)
         self._own = own
+        self._pid = os.getpid()
         self._allocated: set[int] = set()
         self._waits = state
         self._exits = exits
@@ -122,18 +126,18 @@ class Rings:
         self._wakes = RLock()
         # By peer: words of the peer in the table; ring of the peer, as bytes; number of bytes of
         # short messages that the peer has taken from this rank; and that this rank has taken from
-        # the peer; numbers of messages that the peer reads from this rank, and this rank from it.
+        # the peer; number of messages that this rank reads from the peer.
         self._words: dict[int, Words] = {}
         self._data: dict[int, npt.NDArray[np.uint8]] = {}
         self._taken_by: dict[int, Words] = {}
         self._taken_from: dict[int, Words] = {}
-        self._reads_by: dict[int, Words] = {}
         self._reads_from: dict[int, Words] = {}
         for peer, segment in peers.items():
             self._add(rank, peer, segment)
         self._pump, self._put = callable_of(_PUMP), callable_of(_PUT)
         self._consume, self._ring = callable_of(_CONSUME), callable_of(_RING)
         self._begin, self._choose = callable_of(_BEGIN), callable_of(_CHOOSE)
+        self._count_reads = callable_of(_COUNT_READS)
         self.direct = callable_of(_DIRECT)
 
     def _add(self, rank: int, peer: int, segment: Segment) -> None:
@@ -152,7 +156,6 @@ class Rings:
         self._data[peer] = segment.messages[first + rank * nbytes :][:nbytes]
         self._taken_by[peer] = _count(segment, rank, layout.RING_TAKEN)
         self._taken_from[peer] = _count(self._own, peer, layout.RING_TAKEN)
-        self._reads_by[peer] = _count(segment, rank, layout.RING_READS)
         self._reads_from[peer] = _count(self._own, peer, layout.RING_READS)
 
     def allocate(self, peer: int) -> None:
@@ -197,8 +200,8 @@ class Rings:
     ) -> bool:  # fmt: skip
         """Put a frame into the ring to `peer`; see `RingFrame` for the parameters.
 
-        `announced` is the data of an announced message, which `peer` may then read in this process
-        until it answers.
+        `announced` is the data of the message that a REQUEST announces. It is borrowed until `peer`
+        answers, or until `forget`: `peer` may read it in this process.
 
         Returns
         -------
@@ -221,12 +224,13 @@ class Rings:
         """Return the frame for which `pump` has returned FRAME; `consume` removes it later."""
         data, words = self._data[self.peer], self._words[self.peer]
         at = int(words[layout.TAIL]) % self.ring_nbytes
-        word, tag, ident, size, nbytes, readable = data[at : at + 48].view(np.int64).tolist()
+        header = data[at : at + 8 * (layout.FRAME_ADDRESS + 1)].view(np.int64)
+        word, tag, ident, size, nbytes, readable_at = header.tolist()
         first = (at + layout.FRAME_NBYTES) % self.ring_nbytes
         piece: memoryview | bytes = memoryview(data[first : first + nbytes])  # type: ignore[arg-type]
         if len(piece) < nbytes:
             piece = bytes(piece) + data[: nbytes - len(piece)].tobytes()
-        return RingFrame(word & KIND_MASK, word >> KIND_BITS, tag, ident, size, piece, readable)
+        return RingFrame(word & KIND_MASK, word >> KIND_BITS, tag, ident, size, piece, readable_at)
 
     def consume(self, peer: int, nbytes: int) -> None:
         """Remove from the ring of `peer` the frame that `frame` returned.
@@ -242,44 +246,53 @@ class Rings:
 
     # Long messages
 
+    def is_reading(self, peer: int) -> bool:
+        """Return whether this rank counts messages of `peer` that it reads, or will read."""
+        return bool(self._reads_from[peer][0])
+
     def count_read(self, peer: int, change: int) -> None:
         """Add `change` to the number of messages of `peer` that this rank reads, or will read."""
         self._reads_from[peer][0] += change
 
     @property
-    def nread(self) -> int:
-        """Number of messages of this rank that peers read, or will read, for a receive."""
-        return sum(int(each[0]) for each in self._reads_by.values())
+    def nreading(self) -> int:
+        """Number of messages of this rank that peers read, or will read, for a receive.
+
+        A message counts until the answer of the peer is in its ring.
+        """
+        return self._count_reads(self.table)
 
     def send_data(self, peer: int, view: memoryview) -> None:
         """Begin to send the bytes of `view`, which is not empty, to `peer`; `pump` moves them."""
         self._begin(self.state, self.table, peer, _address(view), len(view), 0, 0, 0)
 
-    def choose(self, peer: int, readable: int, nbytes: int) -> int:
-        """Choose the transfer of a message of `peer`; return `readable` to read it, otherwise 0."""
-        return self._choose(self.table, peer, readable, nbytes)
+    def choose(self, peer: int, readable_at: int, nbytes: int) -> int:
+        """Choose a transfer for a message of `peer`; return `readable_at` to read it, else 0."""
+        return self._choose(self.table, peer, readable_at, nbytes)
 
     def receive_data(
-        self, peer: int, view: memoryview, readable: int = 0, *, is_timed: bool = False
+        self, peer: int, view: memoryview, readable_at: int = 0, *, is_timed: bool = False
     ) -> None:
         """Begin to receive from `peer` into `view`, which is not empty; `pump` moves the bytes.
 
-        If `readable` is not 0, read the bytes from this address of the peer's process. If
-        `is_timed`, `choose` takes into account how long it takes.
+        If `readable_at` is not 0, read the bytes from this address of the peer's process; `pump`
+        returns UNREADABLE if that fails. If `is_timed`, later calls of `choose` take the duration
+        into account.
         """
-        given = _address(view), len(view), 1, readable, is_timed
+        given = _address(view), len(view), 1, readable_at, is_timed
         self._begin(self.state, self.table, peer, *given)
 
     def forget(self) -> None:
         """Stop moving the data of all long messages, whose memory is then no longer borrowed.
 
-        After this method, `pump` returns no ROOM for frames that were refused before, and peers
-        drop what they read of this rank's messages.
+        After this method, `pump` returns no ROOM for frames that were refused before. A peer that
+        is still reading a message of this rank never completes its receive.
         """
         for words in self._words.values():
             words[layout.OUT_LEFT] = words[layout.IN_LEFT] = words[layout.WANTED] = 0
         with self._wakes:
-            if self._bell:
+            # A forked process has no messages; its parent has.
+            if self._bell and os.getpid() == self._pid:
                 self._own.messages[layout.DROPPED : layout.DROPPED + 8].view(np.int64)[0] = 1
                 self._ring(self._bell)  # orders this store before later ones of the caller
 
@@ -317,9 +330,7 @@ class Rings:
         """Drop the views of the segments, so that these can be freed; only `wake` may follow."""
         with self._wakes:
             self._bell = 0
-        for views in (
-            self._data, self._taken_by, self._taken_from, self._reads_by, self._reads_from,
-        ):  # fmt: skip
+        for views in (self._data, self._taken_by, self._taken_from, self._reads_from):
             views.clear()
 
 
@@ -386,7 +397,7 @@ def preload_rings() -> None:
     ImportError, TransportError
         If `r2ccl.kernels.native.callable_of` raises it.
     """
-    for maker in (_PUMP, _PUT, _CONSUME, _RING, _BEGIN, _CHOOSE, _DIRECT):
+    for maker in (_PUMP, _PUT, _CONSUME, _RING, _BEGIN, _CHOOSE, _COUNT_READS, _DIRECT):
         callable_of(maker)
     preload_message()
 

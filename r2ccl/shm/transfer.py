@@ -19,6 +19,9 @@ and choose alike. If they do not, for example because one has prepared its call 
 nothing from the call.
 
 Small calls (see `LEAST_NBYTES`), calls with a root, and scans do not choose: they use CACHED.
+
+Messages have two transfers of their own, and choose between them with `next_transfer` and
+`remember` (`r2ccl.shm.message_transfer`).
 """
 
 from __future__ import annotations
@@ -91,9 +94,8 @@ def next_transfer(
 ) -> Any:
     """Return which of `ntransfers` transfers to use, from 0, and count the use.
 
-    `ncalls_at` is the index in `words` of this count, and `durations_at` that of the duration that
-    is remembered for the first transfer; 0: none is. A transfer is used 2**`row_bits` times in a
-    row.
+    `ncalls_at` is the index in `words` of this count. `durations_at` is the index of the remembered
+    durations, one word per transfer; 0: not known. A transfer is used 2**`row_bits` times in a row.
     """
     row = words[ncalls_at] >> row_bits
     words[ncalls_at] += 1
@@ -117,7 +119,8 @@ def next_transfer(
 def remember(words: Any, at: Any, duration_ns: Any) -> None:
     """Change the duration at index `at` to `duration_ns`, by at most one half down or an eighth up.
 
-    Single calls may be slow or fast by chance.
+    A duration of 0, not known, becomes `duration_ns`. Single calls or messages may be slow or fast
+    by chance.
     """
     before = words[at]
     if before:

@@ -11,6 +11,7 @@ import pytest
 from support import local_message_programs as programs
 from support import punctual
 from support.jobs import launch, survivors
+from support.reading_programs import needs_reading
 from support.slow import slow_but
 
 pytestmark = pytest.mark.timeout(200)
@@ -44,6 +45,7 @@ def test_any_mixture_of_messages_is_exact(nranks: int, nmessages: int) -> None:
         assert later <= early + (64 << 20)
 
 
+@needs_reading
 def test_any_mixture_of_messages_that_are_read_is_exact() -> None:
     for wrong, nread in run(programs.mixed_and_read, 3, 400, 8, timeout_s=180.0):
         assert wrong == []
@@ -91,6 +93,18 @@ def test_a_forked_child_is_refused() -> None:
 
 def test_closing_waits_for_data_that_moves() -> None:
     assert run(programs.closing_a_child, 2) == [[True]] * 2
+
+
+@needs_reading
+def test_a_close_in_another_thread_tears_no_message() -> None:
+    assert run(programs.closing_children_in_threads, 2, 10, 5) == [[], []]
+
+
+@needs_reading
+@pytest.mark.parametrize("ntimes", slow_but([6], [6, 100]))
+def test_an_abort_in_another_thread_tears_no_message(ntimes: int) -> None:
+    for number in range(ntimes):
+        assert run(programs.aborting_in_a_thread, 2, 0.02 * number / ntimes) == [[], []]
 
 
 @pytest.mark.parametrize("name", slow_but(["send", "recv any"], programs.WAITS))

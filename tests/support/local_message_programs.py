@@ -22,6 +22,7 @@ from r2ccl import ANY_SOURCE, ANY_TAG, Communicator, Message
 from r2ccl.errors import R2cclError
 from r2ccl.runtime.messages.local import LocalMessages
 from r2ccl.runtime.messages.outcome import Delayed
+from r2ccl.shm import message_layout as layout
 from r2ccl.shm.rings import Rings
 
 #: Around the largest short message, a piece, half a ring, and several rings.
@@ -78,13 +79,16 @@ def mixed(nmessages: int, seed: int) -> tuple[list[str], int, int]:
 
 
 def mixed_and_read(nmessages: int, seed: int) -> tuple[list[str], int]:
-    """As `mixed`, but read two of three messages that may be read; return how many were read."""
+    """As `mixed`, but read two of three readable messages that Python receives.
+
+    Return what is wrong, and how many messages Python chose to read.
+    """
     nread = nreadable = 0
 
-    def choose(rings: Rings, peer: int, readable: int, nbytes: int) -> int:
+    def choose(rings: Rings, peer: int, readable_at: int, nbytes: int) -> int:
         nonlocal nread, nreadable
-        nreadable += readable != 0
-        chosen = readable if nreadable % 3 else 0
+        nreadable += readable_at != 0
+        chosen = readable_at if nreadable % 3 else 0
         nread += chosen != 0
         return chosen
 
@@ -364,6 +368,77 @@ def closing_a_child() -> list[bool]:
         is_right = bool((out == 1).all())
         child.recv(out, peer, 2)
         return [is_right and bool((out[:3] == 2).all())]
+
+
+def _read_all(comm: Communicator) -> None:
+    """Let this rank read all messages that may be read, apart from rare trials."""
+    rings = comm._engine.messenger.way.driver.rings
+    for words in rings._words.values():
+        classes = words[layout.CLASSES :].reshape(layout.NCLASSES, layout.CLASS_NWORDS)
+        classes[:, layout.CLASS_NMESSAGES] = 1 << 20
+        classes[:, layout.CLASS_NS :] = 1 << 40, 1
+
+
+def _exchange_until_the_end(comm: Communicator, end: Callable[[], None]) -> list[str]:
+    """Send from rank 0, where another thread calls ``end()`` meanwhile, to rank 1, which reads.
+
+    Rank 0 changes its array as soon as a send raises. Return the wrong results.
+    """
+    _read_all(comm)
+    wrong: list[str] = []
+    x, out, number = np.zeros(300_000), np.zeros(300_000), 0
+    thread = threading.Thread(target=end)
+    if comm.rank == 0:
+        thread.start()
+    with suppress(R2cclError):
+        while True:
+            number += 1
+            if comm.rank == 0:
+                x[:] = number
+                try:
+                    comm.send(x, 1)
+                except BaseException:
+                    x[:] = -1
+                    raise
+            else:
+                comm.recv(out, 0, async_op=True).wait(0.3)
+                if not (out == number).all():
+                    wrong.append(f"{out.min()} to {out.max()} instead of {number}")
+    if comm.rank == 0:
+        thread.join()
+    return wrong
+
+
+def closing_children_in_threads(nrounds: int, seed: int) -> list[str]:
+    """Close communicators on which another thread sends; return wrong results of the receiver."""
+    wrong = []
+    choice = random.Random(seed)
+    with r2ccl.init() as comm:
+        for _ in range(nrounds):
+            child, delay_s = comm.dup(), 0.005 * choice.random()
+
+            def close(child: Communicator = child, delay_s: float = delay_s) -> None:
+                time.sleep(delay_s)
+                child.close()
+
+            wrong += _exchange_until_the_end(child, close)
+            comm.barrier()
+            child.close()
+    return wrong
+
+
+def aborting_in_a_thread(delay_s: float) -> list[str]:
+    """Abort while another thread sends; return wrong results of the receiver."""
+    comm = r2ccl.init()
+
+    def abort() -> None:
+        time.sleep(delay_s)
+        comm.abort()
+
+    comm.barrier()
+    wrong = _exchange_until_the_end(comm, abort)
+    comm.abort()
+    return wrong
 
 
 def many_kinds() -> list[tuple[int, int]]:

@@ -19,6 +19,7 @@ import r2ccl
 from r2ccl import Communicator, kernels
 from r2ccl.dtypes import dtype_name
 from r2ccl.kernels.fold import fold_kernel
+from r2ccl.kernels.native import callable_of
 from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.types import ReduceOp
 
@@ -44,6 +45,7 @@ class Report(NamedTuple):
 
 def compile_kernels(dtypes: Collection[str]) -> None:
     """Compile what this host has not compiled yet: ranks that compile hold 100 MiB more."""
+    callable_of("r2ccl.shm.scan:make_scan")
     for code, ops in kernels.OPS.items():
         for op in ops:
             if dtype_name(code) in dtypes or op is ReduceOp.SUM:

@@ -536,7 +536,7 @@ class MessageDriver(MessageProtocol):
         bounds[-1] = nbytes
         return [hi - lo for lo, hi in pairwise(bounds)]
 
-    def _grant(self, request: ReceiveRequest, envelope: Envelope) -> None:
+    def _begin_receive(self, request: ReceiveRequest, envelope: Envelope) -> None:
         assert isinstance(request, LinkReceive)
         source, nbytes = envelope.source, envelope.nbytes
         peer, lengths = self._members[source], self._cut(source, nbytes)

@@ -225,7 +225,7 @@ class LocalMessages:
 
         def run() -> Any:
             self._caller.check()
-            if is_step:
+            if is_step and not self._has_ended:
                 self.driver.advance(False)
             return fn()
 

@@ -1,8 +1,9 @@
 """Exchange of messages through rings in memory that the ranks of a host share.
 
-Compiled code moves envelopes and the data of announced messages as frames of the rings. A sender
-puts the data of several messages into the ring in the order in which the receiver granted the
-messages. An envelope for which a ring has no room waits in a queue.
+Compiled code moves envelopes, and the data of granted messages, as frames of the rings; it reads
+the data of other announced messages from the sender's process. A sender puts the data of several
+messages into the ring in the order in which the receiver granted the messages. An envelope for
+which a ring has no room waits in a queue.
 
 Only one thread at a time may call the methods.
 """
@@ -30,8 +31,9 @@ _MOST_EVENTS = 1000
 class _Waiting(NamedTuple):
     """Envelope that waits for room in a ring.
 
-    ``announced`` is the data of an announced message. ``request``, if any, is done once the ring
-    holds the envelope.
+    ``announced`` is the data of the message that a REQUEST announces, otherwise empty. Once the
+    ring holds the envelope, ``request``, if any, is done and, if ``ends_reading``, a message of the
+    peer is no longer counted as one that this rank reads.
     """
 
     kind: int
@@ -42,18 +44,20 @@ class _Waiting(NamedTuple):
     payload: memoryview | bytes
     announced: memoryview | bytes
     request: SendRequest | ReceiveRequest | None
+    ends_reading: bool
 
 
 class _Arrival(NamedTuple):
     """Announced message that this rank is receiving.
 
-    ``readable`` is the address in the sender's process from which it is read; 0: it was granted.
-    ``is_timed`` says that the sender has announced this address, and no other message is first.
+    ``readable_at`` is the address in the sender's process from which the message is read; 0: it was
+    granted. ``is_timed`` is True if its duration is to be remembered: the sender has announced an
+    address, and no earlier message of this sender was still arriving.
     """
 
     request: ReceiveRequest
     envelope: Envelope
-    readable: int
+    readable_at: int
     is_timed: bool
 
 
@@ -84,15 +88,17 @@ class LocalDriver(MessageProtocol):
         self._incoming: dict[int, deque[_Arrival]] = {}
         self._nmoving = 0
         self._nqueued = 0
+        #: True after `forget`: the memory of the rings may have been freed.
+        self._has_forgotten = False
 
     @property
     def nmoving(self) -> int:
         """Number of messages that receives have taken and whose data is arriving or leaving."""
-        return self._nmoving + self.rings.nread
+        return 0 if self._has_forgotten else self._nmoving + self.rings.nreading
 
     @property
     def has_work(self) -> bool:
-        """True if envelopes of this rank wait for room, or data of announced messages is moving."""
+        """True if this rank moves data of announced messages, or its envelopes wait for room."""
         return bool(self._nmoving or self._nqueued)
 
     @property
@@ -114,7 +120,12 @@ class LocalDriver(MessageProtocol):
         return nbytes <= self._eager_nbytes and self.rings.fits(nbytes)
 
     def forget(self) -> None:
-        """Drop all messages; no memory of a message is read or written afterwards."""
+        """Drop all messages.
+
+        Afterwards, this rank neither reads nor writes the memory of a message, and no peer
+        completes a receive that reads it. `advance` does nothing then.
+        """
+        self._has_forgotten = True
         self.rings.forget()
         for each in (self._queues, self._outgoing, self._incoming, self._announced):
             each.clear()
@@ -124,14 +135,15 @@ class LocalDriver(MessageProtocol):
     # Progress
 
     def advance(self, is_waiting: bool, is_done: Callable[[], bool] | None = None) -> bool:
-        """Move frames, and handle envelopes; return whether any frame moved.
+        """Move data, and handle envelopes; return whether anything moved.
 
-        This method may return while more frames can move. If `is_waiting` and nothing can move, it
-        first waits, up to some milliseconds, for a frame or for room in a ring. It leaves the rest
-        to direct calls after an event with which ``is_done()`` becomes true.
+        This method may return while more data can move. If `is_waiting` and nothing can move, it
+        first waits, up to some milliseconds, for a frame or for room in a ring. It returns after
+        an event after which ``is_done()`` and `is_quiet` are true: later frames stay in the rings
+        for direct calls.
         """
         has_moved = False
-        for _ in range(_MOST_EVENTS):
+        for _ in range(0 if self._has_forgotten else _MOST_EVENTS):
             event = self.rings.pump(is_waiting and not has_moved)
             if event == layout.IDLE:
                 break
@@ -139,17 +151,17 @@ class LocalDriver(MessageProtocol):
             if event == layout.MOVED:
                 break
             self._on_event(event, self.rings.peer)
-            if is_done is not None and is_done():
+            if is_done is not None and self.is_quiet and is_done():
                 break
         return has_moved
 
     def _on_event(self, event: int, peer: int) -> None:
         if event == layout.FRAME:
-            kind, dtype, tag, ident, size, data, readable = self.rings.frame()
+            kind, dtype, tag, ident, size, data, readable_at = self.rings.frame()
             if kind == EnvelopeKind.DATA:
                 raise InternalError(f"rank {self._members[peer]} sends data that was not granted")
             # The data is in the ring, so the frame is taken out only afterwards.
-            self._on_envelope(peer, kind, dtype, tag, ident, size, data, readable)
+            self._on_envelope(peer, kind, dtype, tag, ident, size, data, readable_at)
             self.rings.consume(peer, len(data))
         elif event == layout.ROOM:
             self._flush(peer)
@@ -158,15 +170,15 @@ class LocalDriver(MessageProtocol):
             self._nmoving -= 1
             self._send_next(peer)
         else:
-            request, envelope, readable, _ = self._incoming[peer].popleft()
-            self._nmoving -= 1
+            request, envelope, readable_at, _ = self._incoming[peer].popleft()
             self._receive_next(peer)
-            if event == layout.UNREAD:
-                self.rings.count_read(peer, -1)
-                # Behind the messages that this rank has granted meanwhile.
-                self._grant(request, envelope._replace(readable=0))
-            elif readable:
+            if event == layout.RECEIVED_ALL and readable_at:
                 self._tell(request, envelope)
+                return
+            self._nmoving -= 1
+            if event == layout.UNREADABLE:
+                # The data of messages granted meanwhile comes first, so this one goes to the end.
+                self._grant(request, envelope, ends_reading=True)
             else:
                 request.is_done = True
 
@@ -176,9 +188,9 @@ class LocalDriver(MessageProtocol):
 
     def _receive_next(self, peer: int) -> None:
         if self._incoming[peer]:
-            request, _, readable, is_timed = self._incoming[peer][0]
+            request, _, readable_at, is_timed = self._incoming[peer][0]
             view = request.view[: request.nbytes]
-            self.rings.receive_data(peer, view, readable, is_timed=is_timed)
+            self.rings.receive_data(peer, view, readable_at, is_timed=is_timed)
 
     # Transfer
 
@@ -194,10 +206,11 @@ class LocalDriver(MessageProtocol):
     def _put(
         self, to: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
         payload: memoryview | bytes = b"", request: SendRequest | ReceiveRequest | None = None,
-        announced: memoryview | bytes = b"",
+        announced: memoryview | bytes = b"", *, ends_reading: bool = False,
     ) -> None:  # fmt: skip
         queue = self._queues.setdefault(to, deque())
-        queue.append(_Waiting(kind, dtype, tag, ident, nbytes, payload, announced, request))
+        given = kind, dtype, tag, ident, nbytes, payload, announced, request, ends_reading
+        queue.append(_Waiting(*given))
         self._nqueued += 1
         if len(queue) == 1:
             self._flush(to)
@@ -205,11 +218,13 @@ class LocalDriver(MessageProtocol):
     def _flush(self, peer: int) -> None:
         """Put waiting envelopes into the ring until it has no room."""
         queue = self._queues[peer]
-        while queue and self.rings.put(peer, *queue[0][:-1]):
+        while queue and self.rings.put(peer, *queue[0][:-2]):
             sent = queue.popleft()
             self._nqueued -= 1
-            if sent.kind == EnvelopeKind.READ:
+            if sent.ends_reading:
                 self.rings.count_read(peer, -1)
+            if sent.kind == EnvelopeKind.READ:
+                self._nmoving -= 1
             if sent.request is not None:
                 sent.request.is_done = True
 
@@ -218,26 +233,38 @@ class LocalDriver(MessageProtocol):
         self._put(*given, announced=request.view)
 
     def _tell(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """Tell the sender of a message that all its data was read."""
-        source, nbytes = envelope.source, envelope.nbytes
-        self._put(source, EnvelopeKind.READ, 0, 0, envelope.ident, nbytes, request=request)
+        """Tell the sender of a message that all its data was read; the message moves until then."""
+        given = envelope.source, EnvelopeKind.READ, 0, 0, envelope.ident, envelope.nbytes
+        self._put(*given, request=request, ends_reading=True)
 
-    def _grant(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """Begin to receive a message: read it if this rank may, otherwise grant it."""
-        source, nbytes = envelope.source, envelope.nbytes
-        readable = self.rings.choose(source, envelope.readable, nbytes)
-        if readable:
+    def _begin_receive(self, request: ReceiveRequest, envelope: Envelope) -> None:
+        source, is_timed = envelope.source, bool(envelope.readable_at)
+        readable_at = self.rings.choose(source, envelope.readable_at, envelope.nbytes)
+        if readable_at:
             self.rings.count_read(source, 1)
+            self._receive(_Arrival(request, envelope, readable_at, is_timed))
         else:
-            # A synchronous message without data is received as soon as its grant is sent.
-            completed = None if nbytes else request
-            self._put(source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes, request=completed)
-            if not nbytes:
-                return
-        is_first = not self._incoming.get(source)
-        is_timed = bool(envelope.readable) and is_first
-        self._moves_in(source, _Arrival(request, envelope, readable, is_timed))
-        if is_first:
+            self._grant(request, envelope, is_timed=is_timed)
+
+    def _grant(
+        self, request: ReceiveRequest, envelope: Envelope, *,
+        is_timed: bool = False, ends_reading: bool = False,
+    ) -> None:  # fmt: skip
+        nbytes = envelope.nbytes
+        # A synchronous message without data is received as soon as its grant is sent.
+        completed = None if nbytes else request
+        given = envelope.source, EnvelopeKind.GRANT, 0, 0, envelope.ident, nbytes
+        self._put(*given, request=completed, ends_reading=ends_reading)
+        if nbytes:
+            self._receive(_Arrival(request, envelope, 0, is_timed))
+
+    def _receive(self, arrival: _Arrival) -> None:
+        """Receive the data of a message after that of the messages that arrive already."""
+        source = arrival.envelope.source
+        if self._incoming.get(source):
+            self._moves_in(source, arrival._replace(is_timed=False))
+        else:
+            self._moves_in(source, arrival)
             self._receive_next(source)
 
     def _granted(self, request: SendRequest, to: int, data: memoryview | bytes) -> None:
@@ -291,12 +318,14 @@ class LocalDriver(MessageProtocol):
         request.result, request.nbytes = message_of(call, dtype), nbytes
         envelope = Envelope(source, tag, dtype, nbytes, ident, None)
         if step == layout.TO_PUT:
-            self._grant(request, envelope)
+            self._grant(request, envelope, ends_reading=self.rings.is_reading(source))
         elif step == layout.TO_TELL:
+            self._nmoving += 1
             self._tell(request, envelope)
         elif step in (layout.MOVES, layout.READS):
-            # The rings know the address and the time; here, the address only has to be one.
-            self._moves_in(source, _Arrival(request, envelope, step == layout.READS, False))
+            # The rings have the address and the time; here, only whether it is 0 counts.
+            readable_at = int(step == layout.READS)
+            self._moves_in(source, _Arrival(request, envelope, readable_at, False))
         else:
             request.is_done = True
         return request

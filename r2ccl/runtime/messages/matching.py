@@ -37,9 +37,9 @@ class Envelope(NamedTuple):
 
     ``ident`` is the number that the sender gave to the message, ``dtype`` the number of its dtype.
     ``payload`` has the data of a short message, or of one that this rank sends to itself. It is
-    None for an announced message, whose data follows once a receive has taken the message.
-    ``readable`` is the address of this data in the sender's process if this rank may read it there,
-    otherwise 0.
+    None for an announced message, whose data is transferred once a receive has taken the message.
+    ``readable_at`` is the address of this data in the sender's process if this rank may read it
+    there, otherwise 0.
     """
 
     source: int
@@ -48,7 +48,7 @@ class Envelope(NamedTuple):
     nbytes: int
     ident: int
     payload: bytes | memoryview | None
-    readable: int = 0
+    readable_at: int = 0
 
 
 class Taker(Protocol):

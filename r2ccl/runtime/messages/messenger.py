@@ -8,7 +8,7 @@ from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
-from r2ccl.errors import ConcurrentCalls, R2cclError, TransportTimeout
+from r2ccl.errors import CommunicatorRevoked, ConcurrentCalls, R2cclError, TransportTimeout
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.calls import message_context
@@ -372,9 +372,16 @@ class Messenger(MessageCaller):
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
         """End the waits for messages and refuse all later calls, each with an error ``refusal()``.
 
-        Any thread may call this method.
+        In shared memory, the wait for a message that has begun ends only with the message, with the
+        communicator, or with `free_memory`: until then, a peer may use its array. Any thread may
+        call this method.
         """
         self._refusal = refusal
+
+    @property
+    def _is_over(self) -> bool:
+        """True if calls are refused, and no peer uses the arrays of messages in shared memory."""
+        return self._refusal is not None and self._local is None
 
     @property
     def is_below(self) -> bool:
@@ -412,10 +419,14 @@ class Messenger(MessageCaller):
             return True
         return False
 
+    def disown_memory(self) -> None:
+        """Use the shared memory no more, in a forked process, whose parent still uses it."""
+        self._local, self.way = None, self._network
+
     def finish(self) -> None:
         """Withdraw the receives that have taken no message, and wait until no data is moving.
 
-        The data is that of granted messages: see `MessageProtocol.nmoving`.
+        The data is that of messages that receives have taken: see `MessageProtocol.nmoving`.
 
         Raises
         ------
@@ -427,10 +438,11 @@ class Messenger(MessageCaller):
         driver = self.way.driver
 
         def is_done() -> bool:
-            # A peer that no longer moves data has said so before, in a frame that is handled here.
-            was_moving = driver.nmoving
+            # A peer puts its answer to a message that it reads before it ceases to count as moving:
+            # if it does not count here, `withdraw` handles the answer.
+            nbefore = driver.nmoving
             driver.withdraw()
-            return not (was_moving or driver.nmoving)
+            return not (nbefore or driver.nmoving)
 
         doing = "close(), before the data of all messages has arrived"
         self._wait(is_done, ANY, doing, "message", self._timeout_s)
@@ -487,11 +499,14 @@ class Messenger(MessageCaller):
     def test(self, request: SendRequest | ReceiveRequest) -> bool:
         """Return whether a wait for `request` is over; if not, advance messages once.
 
-        The wait is over if the request is done, calls are refused or the communicator has ended.
-        `wait`, not this method, raises the error that ended the communicator.
+        The wait is over if the request is done, calls are refused (see `refuse`) or the
+        communicator has ended. `wait`, not this method, raises the error that ended the
+        communicator.
         """
-        if request.is_done or self._refusal is not None or self._loop.error is not None:
+        if request.is_done or self._is_over or self._loop.error is not None:
             return True
+        if self._refusal is not None:
+            return False
         had_raised, was_known = self.has_raised, self._loop.is_end_known
         try:
             return bool(self._own(lambda: request.is_done, is_step=True))
@@ -520,12 +535,16 @@ class Messenger(MessageCaller):
             is_late = until_s is not None and self._clock() >= until_s
             # Once the communicator has ended, `_wait` raises its error instead.
             is_late = is_late and self._loop.error is None
-            return request.is_done or is_late or self._refusal is not None
+            return request.is_done or is_late or self._is_over
 
         if not is_over():
             # The timeout of a caller does not end the communicator.
             limit_s = self._timeout_s if timeout_s is None else math.inf
-            self._wait(is_over, *self._describe(request), limit_s)
+            try:
+                self._wait(is_over, *self._describe(request), limit_s)
+            except CommunicatorRevoked:
+                self._require_open()
+                raise
         if request.error is not None:
             raise request.error
         if not request.is_done:

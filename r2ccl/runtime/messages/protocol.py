@@ -8,13 +8,14 @@ envelope; the peer buffers it until a receive takes it. A long message is announ
                                         <-   GRANT(ident)
     data                                ->   the receive is complete
 
-In shared memory, a REQUEST may have the address of the data. The receiver then reads the data from
-the sender's process, and answers READ(ident) when the receive is complete.
+In shared memory, a REQUEST may contain the address of the data. The receiver may then read the data
+from the sender's process instead of granting the message. When it has read all data, it answers
+READ(ident); if it cannot read the data, it grants the message.
 
 A peer buffers at most `MOST_UNTAKEN` bytes (over links `MOST_UNTAKEN_ON_LINKS`) of short messages
 from this rank that no receive has taken. A short message that would exceed this limit is announced,
-too. A synchronous message is always announced: the grant tells its sender that a receive has taken
-the message.
+too. A synchronous message is always announced: the GRANT or READ tells its sender that a receive
+has taken the message.
 
 If a message does not fit the receive that matches it, the receive ends with an error. The receiver
 answers an announced message with REFUSE and the reason, which its sender then raises. Any other
@@ -91,7 +92,7 @@ class MessageProtocol(ABC):
         self._rank = rank
         self._members = members
         self.matching = Matching()
-        #: Messages that this rank has announced, by number, until they are granted or refused.
+        #: Messages that this rank has announced, by number, until the peer answers.
         self._announced: dict[int, SendRequest] = {}
 
     # Requests
@@ -150,24 +151,27 @@ class MessageProtocol(ABC):
     @property
     @abstractmethod
     def nmoving(self) -> int:
-        """Number of granted messages whose data is arriving or, in shared memory, leaving."""
+        """Number of messages that receives have taken and whose data is arriving.
+
+        In shared memory, also those whose data is leaving.
+        """
 
     # Envelopes
 
     def _on_envelope(
         self, source: int, kind: int, dtype: int, tag: int, ident: int, nbytes: int,
-        data: memoryview | bytes, readable: int = 0,
+        data: memoryview | bytes, readable_at: int = 0,
     ) -> None:  # fmt: skip
         """Handle an envelope of rank `source`: a MESSAGE, REQUEST, GRANT, READ or REFUSE.
 
-        `data`, the payload of the envelope, is borrowed until this method returns. For `readable`,
-        see `Envelope`.
+        `data`, the payload of the envelope, is borrowed until this method returns. For
+        `readable_at`, see `Envelope`.
         """
         if kind == EnvelopeKind.MESSAGE:
             self._arrived(Envelope(source, tag, dtype, nbytes, ident, data))
         elif kind == EnvelopeKind.REQUEST:
             self._note_busy(source, 1)
-            self._arrived(Envelope(source, tag, dtype, nbytes, ident, None, readable))
+            self._arrived(Envelope(source, tag, dtype, nbytes, ident, None, readable_at))
         elif kind == EnvelopeKind.GRANT:
             self._granted(self._announced.pop(ident), source, data)
         elif kind == EnvelopeKind.READ:
@@ -200,7 +204,7 @@ class MessageProtocol(ABC):
             return payload is None
         request.result, request.nbytes = _described(envelope), nbytes
         if payload is None:
-            self._grant(request, envelope)
+            self._begin_receive(request, envelope)
             return True
         request.view[:nbytes] = payload
         request.is_done = True
@@ -256,8 +260,11 @@ class MessageProtocol(ABC):
         """
 
     @abstractmethod
-    def _grant(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """Grant an announced message, which `request` has taken, and begin to receive its data."""
+    def _begin_receive(self, request: ReceiveRequest, envelope: Envelope) -> None:
+        """Begin to receive an announced message, which `request` has taken.
+
+        Grant it or, in shared memory, begin to read it.
+        """
 
     @abstractmethod
     def _granted(self, request: SendRequest, to: int, data: memoryview | bytes) -> None:

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from support.reading_programs import needs_reading
 from support.ringpairs import joined
 
 from r2ccl.kernels.arrays import DATA
@@ -23,6 +24,7 @@ from r2ccl.shm.layout import (
     YIELDS,
 )
 from r2ccl.shm.message_layout import AWAITS, DONE, FINISHED_OTHER, OPEN, READS, TO_PUT
+from r2ccl.shm.message_transfer import MOST_ROW_BITS
 from r2ccl.shm.rings import DirectCall, Operand
 
 _F64 = 8
@@ -81,30 +83,33 @@ def _classes(rings, peer):
 
 
 def _read_next(receiver, number):
-    """Let the next message of a class from rank 0 be read: it is in the second row."""
-    _classes(receiver, 0)[number, layout.CLASS_NMESSAGES] = 1 << (5 - number)
+    """Let the next message of class `number` (at most 3) be read: it is in the second row."""
+    _classes(receiver, 0)[number, layout.CLASS_NMESSAGES] = 1 << (MOST_ROW_BITS - number)
 
 
+@needs_reading
 @pytest.mark.parametrize(("count", "number"), [(8193, 0), (20_000, 1), (300_000, 5)])
-def test_long_messages_are_read_or_not(count, number):
+def test_long_messages_are_exact_with_both_transfers(count, number):
     with joined(2, can_read=True) as ranks:
-        assert _exchange(ranks, count, 80) == [[FINISHED_OTHER] + [FINISHED] * 79] * 2
+        assert _exchange(ranks, count, 130) == [[FINISHED_OTHER] + [FINISHED] * 129] * 2
         for rank in (0, 1):
-            nmessages, _, *durations_ns = _classes(ranks[rank], 1 - rank)[number]
-            assert nmessages == 80
+            nmessages, *durations_ns = _classes(ranks[rank], 1 - rank)[number]
+            assert nmessages == 130
             assert all(durations_ns)
-            assert ranks[rank].nread == 0
+            assert ranks[rank].nreading == 0
 
 
+@needs_reading
 def test_a_message_comes_in_frames_if_it_cannot_be_read():
     with joined(2, can_read=True) as ranks:
         ranks[0]._own.words[TOKEN // 8] += 1  # as if another process had the number
-        assert _exchange(ranks, 20_000, 40) == [[FINISHED_OTHER] + [FINISHED] * 39] * 2
+        assert _exchange(ranks, 20_000, 80) == [[FINISHED_OTHER] + [FINISHED] * 79] * 2
         assert _classes(ranks[1], 0)[1, layout.CLASS_NS + 1] == 0
-        assert ranks[0].nread == 0
+        assert ranks[0].nreading == 0
 
 
-def test_a_message_is_not_taken_after_its_sender_dropped_it():
+@needs_reading
+def test_a_message_that_its_sender_dropped_does_not_arrive():
     with joined(2, can_read=True) as (sender, receiver):
         x, out = np.ones(20_000), np.zeros(20_000)
         assert _run(sender, _prepare(sender, 1, x), x) == OPEN
@@ -114,7 +119,7 @@ def test_a_message_is_not_taken_after_its_sender_dropped_it():
         call = _prepare(receiver, 0, out=out)
         assert _run(receiver, call, out=out) == OPEN
         assert _step(call) == (DONE, READS)
-        assert sender.nread == 1
+        assert sender.nreading == 1
 
 
 def test_no_rank_sleeps_too_long():

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from support.reading_programs import needs_reading
 from support.ringpairs import joined
 
 from r2ccl.shm.layout import SLEEP_NS, WAITERS
@@ -21,7 +22,7 @@ from r2ccl.shm.message_layout import (
     REQUEST,
     ROOM,
     SENT_ALL,
-    UNREAD,
+    UNREADABLE,
 )
 
 _KIND, _DTYPE = 1, 3
@@ -129,15 +130,16 @@ def _announce(sender, receiver, source):
     frame = receiver.frame()
     assert (frame.kind, frame.size, bytes(frame.data)) == (REQUEST, len(source), b"")
     receiver.consume(0, 0)
-    return frame.readable
+    return frame.readable_at
 
 
+@needs_reading
 @pytest.mark.parametrize("nbytes", [1 << 16, 1_000_003])
 def test_an_announced_message_is_read(nbytes):
     source, target = _data(nbytes, nbytes), bytearray(nbytes + 1)
     with joined(2, can_read=True) as (sender, receiver):
-        readable = _announce(sender, receiver, source)
-        receiver.receive_data(0, memoryview(target)[:nbytes], readable, is_timed=True)
+        readable_at = _announce(sender, receiver, source)
+        receiver.receive_data(0, memoryview(target)[:nbytes], readable_at, is_timed=True)
         # Data of a message that was granted later stays in the ring meanwhile.
         assert sender.put(1, DATA_FRAME, 0, 0, 0, 3, b"abc")
         assert receiver.pump(False) == RECEIVED_ALL
@@ -145,6 +147,7 @@ def test_an_announced_message_is_read(nbytes):
         assert receiver.pump(False) == FRAME
 
 
+@needs_reading
 @pytest.mark.parametrize("nbytes", [8, (1 << 16) - 1])
 def test_a_small_message_is_not_read(nbytes):
     with joined(2, can_read=True) as (sender, receiver):
@@ -156,22 +159,24 @@ def test_no_message_is_read_by_a_rank_that_cannot():
         assert _announce(sender, receiver, _data(1, 100_000)) == 0
 
 
+@needs_reading
 def test_memory_that_cannot_be_read_is_reported():
     target = bytearray(100_000)
     with joined(2, can_read=True) as (_, receiver):
         receiver.receive_data(0, memoryview(target), 8)
-        assert receiver.pump(False) == UNREAD
+        assert receiver.pump(False) == UNREADABLE
         assert receiver.peer == 0
         assert receiver.pump(False) == IDLE
 
 
-def test_a_message_is_not_read_after_its_sender_dropped_it():
+@needs_reading
+def test_a_message_that_its_sender_dropped_does_not_arrive():
     source, target = np.ones(100_000, np.uint8), bytearray(100_000)
     with joined(2, can_read=True) as (sender, receiver):
-        readable = _announce(sender, receiver, source)
+        readable_at = _announce(sender, receiver, source)
         sender.forget()
         source[:] = 2
-        receiver.receive_data(0, memoryview(target), readable)
+        receiver.receive_data(0, memoryview(target), readable_at)
         assert receiver.pump(False) == IDLE
         receiver.forget()
         assert receiver.pump(False) == IDLE
@@ -182,7 +187,7 @@ def test_a_rank_knows_how_many_of_its_messages_are_read():
         for peer, change in ((0, 1), (0, 1), (2, 1), (0, -1)):
             ranks[1].count_read(peer, change)
         ranks[2].count_read(0, 1)
-        assert [each.nread for each in ranks] == [2, 0, 1]
+        assert [each.nreading for each in ranks] == [2, 0, 1]
 
 
 def test_a_wait_ends_after_some_milliseconds():
