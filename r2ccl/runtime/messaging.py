@@ -104,6 +104,7 @@ class MessageCalls:
         source: SupportsIndex,
         recv_tag: int,
     ) -> Message | None:
+        sending: MessageRequest | None = None
         try:
             if self._collectives.is_plain and (way := self._messenger.way).is_direct:
                 found: Outcome = NOT_RUN
@@ -125,13 +126,14 @@ class MessageCalls:
                 return None
             # Compiled code of the peer expects the request of a long message before the grant.
             sending = start(send, True)
-            return self._exchange(
-                start(receive, True), partial(self._collectives.await_message, sending)
-            )
-        except Exception:
-            raise
+            await_send = partial(self._collectives.await_message, sending)
+            return self._exchange(start(receive, True), await_send)
         except BaseException as exc:
-            self._collectives.fail_call(exc)
+            if not isinstance(exc, Exception):
+                self._collectives.fail_call(exc)
+            if sending is not None:  # a peer may use `x` until the send has ended
+                with suppress(R2cclError):
+                    sending.wait()
             raise
 
     def _begin(

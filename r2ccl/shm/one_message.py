@@ -56,6 +56,7 @@ from r2ccl.shm.message_layout import (
     IDENT,
     IDLE,
     IN_ADDRESS,
+    IN_BEGUN_NS,
     IN_LEFT,
     KIND_BITS,
     KIND_MASK,
@@ -280,6 +281,8 @@ def make_direct() -> Direct:
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         call[SEND_STEP] = TO_PUT if call[CALL_TO] >= 0 else DONE
         call[RECV_STEP] = AWAITS if call[CALL_SOURCE] >= 0 else DONE
+        if call[CALL_SOURCE] >= 0:  # a time of an earlier call is left if its send ended later
+            peer_words(table_at, call[CALL_SOURCE])[IN_BEGUN_NS] = 0
         bell = table[OWN_BELL]
         nidle, nrounds, limit, is_over = 0, 0, 0, False
         while call[SEND_STEP] != DONE or call[RECV_STEP] != DONE:

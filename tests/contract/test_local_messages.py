@@ -100,6 +100,21 @@ def test_a_close_in_another_thread_tears_no_message() -> None:
     assert run(programs.closing_children_in_threads, 2, 10, 5) == [[], []]
 
 
+def test_a_close_in_another_thread_ends_a_receive_at_once() -> None:
+    punctual.in_time(close_in_a_thread)
+
+
+def close_in_a_thread() -> None:
+    for name, took_s in run(programs.closing_in_a_thread, 2):
+        assert name == "CommunicatorRevoked"
+        punctual.check(took_s, 1.0)
+
+
+def test_a_short_wait_during_a_close_says_that_the_send_continues() -> None:
+    found = run(programs.waiting_briefly_during_a_close, 2)
+    assert found == [("TransportTimeout", True), ("", True)]
+
+
 @needs_reading
 @pytest.mark.parametrize("ntimes", slow_but([6], [6, 100]))
 def test_an_abort_in_another_thread_tears_no_message(ntimes: int) -> None:

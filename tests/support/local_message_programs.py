@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -425,6 +426,59 @@ def closing_children_in_threads(nrounds: int, seed: int) -> list[str]:
             comm.barrier()
             child.close()
     return wrong
+
+
+def closing_in_a_thread() -> tuple[str, float]:
+    """Close a communicator on which another thread waits for a message that nobody sends.
+
+    Return the error of the wait, and how long it took after the close began.
+    """
+    found = "", math.inf
+    with r2ccl.init() as comm:
+        child = comm.dup()
+        began_s: list[float] = []
+
+        def close() -> None:
+            time.sleep(0.1)
+            began_s.append(time.monotonic())
+            child.close()
+
+        thread = threading.Thread(target=close)
+        thread.start()
+        try:
+            child.recv(np.zeros(3), 1 - comm.rank)
+        except R2cclError as exc:
+            found = type(exc).__name__, time.monotonic() - began_s[0]
+        thread.join()
+    return found
+
+
+def waiting_briefly_during_a_close() -> tuple[str, bool]:
+    """Wait for a send for a short time while another thread closes, and the peer takes it later.
+
+    Return the error of the wait, and whether the peer received the right message.
+    """
+    found, is_right = "", True
+    with r2ccl.init() as comm:
+        x, out = np.ones(300_000), np.zeros(300_000)
+        comm.barrier()
+        if comm.rank == 0:
+            sent = comm.send(x, 1, async_op=True)
+            thread = threading.Thread(target=comm.close)
+            thread.start()
+            time.sleep(0.2)
+            try:
+                sent.wait(0.01)
+            except R2cclError as exc:
+                found = type(exc).__name__
+            if found != "TransportTimeout":  # the array is this rank's again
+                x[:] = -1
+            thread.join()
+        else:
+            time.sleep(0.5)
+            comm.recv(out, 0)
+            is_right = bool((out == 1).all())
+    return found, is_right
 
 
 def aborting_in_a_thread(delay_s: float) -> list[str]:

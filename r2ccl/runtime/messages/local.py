@@ -495,6 +495,11 @@ class LocalMessages:
         self._has_ended = True
         self.driver.rings.wake()
 
+    def disown(self) -> None:
+        """Move no messages any more, in a forked process."""
+        self._has_ended = True
+        self.driver.disown()
+
     def close(self, timeout_s: float) -> bool:
         """Drop all messages and move none any more.
 

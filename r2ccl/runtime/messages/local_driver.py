@@ -88,7 +88,7 @@ class LocalDriver(MessageProtocol):
         self._incoming: dict[int, deque[_Arrival]] = {}
         self._nmoving = 0
         self._nqueued = 0
-        #: True after `forget`: the memory of the rings may have been freed.
+        #: True after `forget` and `disown`: the rings may not be used any more.
         self._has_forgotten = False
 
     @property
@@ -132,6 +132,10 @@ class LocalDriver(MessageProtocol):
         self.matching.clear()
         self._nmoving = self._nqueued = 0
 
+    def disown(self) -> None:
+        """Use the rings no more, in a forked process, whose parent still uses them."""
+        self._has_forgotten = True
+
     # Progress
 
     def advance(self, is_waiting: bool, is_done: Callable[[], bool] | None = None) -> bool:
@@ -143,7 +147,9 @@ class LocalDriver(MessageProtocol):
         for direct calls.
         """
         has_moved = False
-        for _ in range(0 if self._has_forgotten else _MOST_EVENTS):
+        for _ in range(_MOST_EVENTS):
+            if self._has_forgotten:  # also by a signal handler
+                break
             event = self.rings.pump(is_waiting and not has_moved)
             if event == layout.IDLE:
                 break

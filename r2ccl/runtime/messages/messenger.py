@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
@@ -372,16 +373,20 @@ class Messenger(MessageCaller):
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
         """End the waits for messages and refuse all later calls, each with an error ``refusal()``.
 
-        In shared memory, the wait for a message that has begun ends only with the message, with the
-        communicator, or with `free_memory`: until then, a peer may use its array. Any thread may
-        call this method.
+        In shared memory, the wait for a send, or for a message that a receive has taken, ends only
+        with the message, with the communicator, or with `free_memory`: until then, a peer may use
+        its array. Any thread may call this method.
         """
         self._refusal = refusal
 
     @property
     def _is_over(self) -> bool:
-        """True if calls are refused, and no peer uses the arrays of messages in shared memory."""
-        return self._refusal is not None and self._local is None
+        """True if calls are refused, and no peer uses the arrays of messages in shared memory.
+
+        Also True if calls are refused while Python ends: nothing frees the memory then.
+        """
+        is_free = self._local is None or sys.is_finalizing()
+        return self._refusal is not None and is_free
 
     @property
     def is_below(self) -> bool:
@@ -421,6 +426,8 @@ class Messenger(MessageCaller):
 
     def disown_memory(self) -> None:
         """Use the shared memory no more, in a forked process, whose parent still uses it."""
+        if self._local is not None:
+            self._local.disown()
         self._local, self.way = None, self._network
 
     def finish(self) -> None:
@@ -505,11 +512,9 @@ class Messenger(MessageCaller):
         """
         if request.is_done or self._is_over or self._loop.error is not None:
             return True
-        if self._refusal is not None:
-            return False
         had_raised, was_known = self.has_raised, self._loop.is_end_known
         try:
-            return bool(self._own(lambda: request.is_done, is_step=True))
+            return bool(self.way.own(lambda: request.is_done, is_step=True))
         except ConcurrentCalls:  # in a signal handler
             return request.is_done
         except R2cclError:
@@ -523,7 +528,8 @@ class Messenger(MessageCaller):
         """
         if isinstance(request, SendRequest):
             return False
-        return bool(self._own(partial(self.way.driver.cancel, request)))
+        own = self._own if self._local is None else self.way.own
+        return bool(own(partial(self.way.driver.cancel, request), is_step=False))
 
     def wait(
         self, request: SendRequest | ReceiveRequest, timeout_s: float | None = None
@@ -531,24 +537,39 @@ class Messenger(MessageCaller):
         """Wait until `request` is done; see `MessageRequest.wait`."""
         until_s = None if timeout_s is None else self._clock() + timeout_s
 
-        def is_over() -> bool:
-            is_late = until_s is not None and self._clock() >= until_s
+        def is_late() -> bool:
             # Once the communicator has ended, `_wait` raises its error instead.
-            is_late = is_late and self._loop.error is None
-            return request.is_done or is_late or self._is_over
+            has_passed = until_s is not None and self._clock() >= until_s
+            return has_passed and self._loop.error is None
 
-        if not is_over():
+        is_withdrawn = False
+
+        def has_ended() -> bool:
+            return request.is_done or is_withdrawn or self._is_over or is_late()
+
+        def is_over() -> bool:
+            nonlocal is_withdrawn
+            # No message uses the array of a receive that has taken none.
+            if self._refusal is not None and isinstance(request, ReceiveRequest):
+                is_withdrawn |= self.way.driver.matching.cancel(request)
+            return has_ended()
+
+        if not has_ended():
             # The timeout of a caller does not end the communicator.
             limit_s = self._timeout_s if timeout_s is None else math.inf
+            given = *self._describe(request), limit_s
             try:
-                self._wait(is_over, *self._describe(request), limit_s)
+                self._wait(lambda: is_over() or self._refusal is not None, *given)
+                if not has_ended():  # the timeout begins anew: the close has others
+                    self._wait(is_over, *given)
             except CommunicatorRevoked:
                 self._require_open()
                 raise
         if request.error is not None:
             raise request.error
         if not request.is_done:
-            self._require_open()
+            if is_withdrawn or self._is_over:
+                self._require_open()
             _, doing, _ = self._describe(request)
             raise TransportTimeout(
                 f"rank {self._job.rank}: {doing} has not finished after {timeout_s:g} s and "

@@ -109,6 +109,16 @@ def test_a_message_comes_in_frames_if_it_cannot_be_read():
 
 
 @needs_reading
+def test_a_time_that_an_earlier_call_left_does_not_count():
+    with joined(2) as ranks:
+        for rank in (0, 1):
+            words = ranks[rank]._words[1 - rank]
+            words[layout.IN_BEGUN_NS], words[layout.IN_SIZE] = 1, 100_000
+        assert _exchange(ranks, 16, 2) == [[FINISHED_OTHER, FINISHED]] * 2
+        for rank in (0, 1):
+            assert not _classes(ranks[rank], 1 - rank).any()
+
+
 def test_a_message_that_its_sender_dropped_does_not_arrive():
     with joined(2, can_read=True) as (sender, receiver):
         x, out = np.ones(20_000), np.zeros(20_000)
