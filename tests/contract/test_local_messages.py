@@ -110,7 +110,7 @@ def close_in_a_thread() -> None:
         punctual.check(took_s, 1.0)
 
 
-def test_a_short_wait_during_a_close_says_that_the_send_continues() -> None:
+def test_a_short_wait_during_a_close_says_the_send_continues() -> None:
     found = run(programs.waiting_briefly_during_a_close, 2)
     assert found == [("TransportTimeout", True), ("", True)]
 
