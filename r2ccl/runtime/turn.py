@@ -66,7 +66,10 @@ class Turn:
         return bool(has_compiled or self.lock._is_owned())  # type: ignore[attr-defined]
 
     def __enter__(self) -> None:
-        """Take the turn in the worker, one of whose tasks is queued."""
+        """Take the turn; only for the worker, and only while one of its tasks is queued.
+
+        The queued task keeps compiled code from taking the turn, so `is_running` need not be set.
+        """
         self.lock.acquire()
         while not self.await_return(_LOOK_S):
             pass

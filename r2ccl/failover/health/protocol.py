@@ -316,7 +316,7 @@ class Agreement:
             raise InternalError(f"rank {self.rank}: {name} of rank {peer}: {exc.args[0]}") from exc
 
     def tick(self, now: float) -> list[Action]:
-        """Begin a postponed round if it is due; return `Late` if the current one takes too long."""
+        """Begin a postponed round if it is due; report, by `Late`, a round that takes too long."""
         if self.lost is not None:
             return []
         return self._begin(now) + self._look(now)

@@ -114,7 +114,7 @@ class MessageCaller:
     Parameters
     ----------
     engine : Caller
-        Calls of the same communicator; calls and messages end with the same error.
+        The `Caller` of the collectives of the same communicator; an error that ends one ends both.
     """
 
     def __init__(self, engine: Caller) -> None:
@@ -310,7 +310,8 @@ class Way(Protocol):
 class Messenger(MessageCaller):
     """Messages of one communicator, over links or in shared memory.
 
-    It is the `Caller` of calls that do not wait, and of direct calls; a wait is a `MessageWait`.
+    To the data loop, this object is the `Caller` of direct calls and of calls that do not wait.
+    Each wait for a message is a `Caller` of its own, a `MessageWait`.
 
     Parameters
     ----------
@@ -321,7 +322,7 @@ class Messenger(MessageCaller):
     context : Context
         Identity of the communicator.
     engine : Caller
-        Calls of the same communicator; calls and messages end with the same error.
+        The `Caller` of the collectives of the same communicator; an error that ends one ends both.
     connect : callable
         ``connect(peers)`` connects paths to ranks of the job, and waits for them.
     health : callable

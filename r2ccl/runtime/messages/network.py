@@ -116,9 +116,10 @@ class NetworkMessages:
         return outcome
 
     def _call(self, caller: Caller, fn: Callable[[], Any]) -> Any:
-        """Call ``fn()`` as the owner of the data loop, and return its result.
+        """Call ``fn()`` as the owner of the data loop, send what it posted, and return its result.
 
-        An exception of ``fn()`` ends the communicator. `caller` is in progress meanwhile.
+        While ``fn()`` runs, ``caller.is_calling`` is True. An exception of ``fn()`` ends the
+        communicator.
         """
         loop = self._loop
 
