@@ -114,6 +114,7 @@ def test_a_message_that_will_be_read_counts_as_moving():
         assert sender.nmoving == receiver.nmoving == 0
 
 
+@needs_reading
 @pytest.mark.parametrize("can_be_read", [True, False])
 def test_a_message_moves_until_its_sender_is_told(can_be_read):
     with _drivers(can_read=True) as (sender, receiver):

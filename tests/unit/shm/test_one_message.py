@@ -108,7 +108,6 @@ def test_a_message_comes_in_frames_if_it_cannot_be_read():
         assert ranks[0].nreading == 0
 
 
-@needs_reading
 def test_a_time_that_an_earlier_call_left_does_not_count():
     with joined(2) as ranks:
         for rank in (0, 1):
@@ -119,6 +118,7 @@ def test_a_time_that_an_earlier_call_left_does_not_count():
             assert not _classes(ranks[rank], 1 - rank).any()
 
 
+@needs_reading
 def test_a_message_that_its_sender_dropped_does_not_arrive():
     with joined(2, can_read=True) as (sender, receiver):
         x, out = np.ones(20_000), np.zeros(20_000)
