@@ -72,8 +72,8 @@ class Communicator:
     out : array_like, optional
         Receives the result: a C-contiguous array of the dtype of `x`, in host memory or on the same
         GPU, like `x`.
-        Disjoint from `x`, except for the overlap that the method allows. Not an array of JAX, which
-        is immutable.
+        Disjoint from `x`, except for the overlap that the method allows. Not a JAX array, which is
+        immutable.
     op : ReduceOp, ConvertedOp or UserOp
         An operation that the dtype supports; docs/reductions.md has the table. `premul_sum`,
         `accumulate_float32` and `user_op` make others.
@@ -95,9 +95,9 @@ class Communicator:
     Results of all collectives
     --------------------------
     `out` or, without it, its default; None for a `reduce`, `gather` or `gatherv` on ranks other
-    than `root`. If `x` is an array of JAX in host memory, the default is always a new array of JAX,
-    on the device of `x`. In device memory, a new array can be made only if `x` is of torch, CuPy or
-    Numba; for other arrays, pass `out`. With ``async_op``, a `Work` whose `wait` returns the same.
+    than `root`. If `x` is a JAX array in host memory, the default is always a new JAX array, on the
+    device of `x`. In device memory, a new array can be made only if `x` is a torch, CuPy or Numba
+    array; for other arrays, pass `out`. With ``async_op``, a `Work` whose `wait` returns the same.
     A call on device memory returns before the result is ready, and work enqueued on `stream`
     afterwards sees the result; with ``async_op``, only after `Work.order`.
 
@@ -211,7 +211,7 @@ class Communicator:
             first. Borrowed until the collective has finished.
         out : array_like, optional
             Receives the result: the same memory as `x` or disjoint from it. Default: `x` itself, or
-            a new array of JAX if `x` is one in host memory.
+            a new JAX array if `x` is a JAX array in host memory.
         op : ReduceOp, ConvertedOp or UserOp
             An operation that the dtype supports; docs/reductions.md has the table. `premul_sum`,
             `accumulate_float32` and `user_op` make others.
@@ -314,7 +314,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Gather the `x` of every rank, whose sizes may differ, on every rank.
+        """Gather `x` of every rank on every rank; the ranks' sizes of `x` may differ.
 
         Parameters
         ----------
@@ -550,7 +550,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Gather the `x` of every rank, whose sizes may differ, on rank `root`.
+        """Gather `x` of every rank on rank `root`; the ranks' sizes of `x` may differ.
 
         Parameters
         ----------
@@ -810,8 +810,8 @@ class Communicator:
         Parameters
         ----------
         x, out, op
-            As for `scan`. Rank 0 has no ranks below it, so `out` (without `out`, `x`) is not
-            modified there; if the result is a new array of JAX, it has the values of `x` there.
+            As for `scan`. Rank 0 has no ranks below it, so its `out` (without `out`, its `x`) is
+            not modified; if its result is a new JAX array, it has the values of `x`.
 
         Notes
         -----
@@ -904,7 +904,7 @@ class Communicator:
         ------
         InvalidArgument
             If this thread has opened a group already, or a call in it has ``async_op`` or would
-            return a new array of JAX that cannot share memory with r2ccl.
+            return a new JAX array that cannot share memory with r2ccl.
         """
         return self._collectives.group()
 
@@ -1164,9 +1164,10 @@ class Communicator:
             If `color` or `key` is not an integer of 64 bits, `timeout_s` is not a number above 0
             and below 1e9, or a rank has too many communicators open.
         TransportTimeout
-            Also if, for ``R2CC_TIMEOUT_S``, other threads were making communicators, or a rank had
-            no room for another one until other ranks close one that it has closed already; the
-            communicator stays usable.
+            Also if no communicator could be made within ``R2CC_TIMEOUT_S``, because other threads
+            were making communicators, or because a rank had no room for another one, and other
+            ranks had not yet closed the communicators that it has closed. This communicator stays
+            usable.
 
         Notes
         -----
@@ -1308,9 +1309,9 @@ class Communicator:
 
         Notes
         -----
-        *Local*: uses the newest health that this rank knows. All ranks plan an allreduce with the
-        same health, which may differ: it is older if the newest applies only from a later
-        collective on, and newer if one arrives before the call. The schedules are those of the
+        *Local*: uses the newest health that this rank knows. The next allreduce may be planned with
+        another health, the same on all ranks: an older one if the newest applies only from a later
+        collective on, or a newer one that arrives before the call. The schedules are those of the
         network; an allreduce in shared memory runs none of them.
         """
         return self._participant.explain(nbytes)
@@ -1405,17 +1406,18 @@ class Communicator:
         return self._job.rejections()
 
     def close(self) -> None:
-        """Wait until every rank has received all its data, then release all resources. Idempotent.
+        """Wait until all ranks have the data of all their calls, then release all resources.
 
-        Waits for asynchronous calls, and for blocking calls that wait behind them. Acts as `abort`
-        if any other blocking collective runs in another thread, or if `close` is called by a signal
-        handler that interrupted a blocking call, or by a function of `user_op`. A communicator made
-        by `split` and the like is closed alone: `close` waits for the calls and messages of this
-        rank only, and the shared connections stay open. But if its asynchronous calls do not end in
-        time, all communicators are revoked. After `close`, even if it raises, no call writes to an
-        array any more, except a call that cannot be ended, for which an error is logged. While
-        Python ends, as in a ``__del__`` method that runs then, `close` waits for nothing; it logs a
-        warning if other ranks may therefore report this rank as lost.
+        Idempotent. `close` waits for asynchronous calls, and for blocking calls that wait behind
+        them. It acts as `abort` if any other blocking collective runs in another thread, or if it
+        is called by a signal handler that interrupted a blocking call, or by a function of
+        `user_op`. A communicator made by `split` and the like is closed alone: `close` waits for
+        the calls and messages of this rank only, and the shared connections stay open. But if these
+        asynchronous calls do not end in time, all communicators are revoked. After `close`, even if
+        it raises, no call writes to an array any more, except a call that cannot be ended, for
+        which an error is logged. While Python ends, as in a ``__del__`` method that runs then,
+        `close` waits for nothing; it logs a warning if other ranks may therefore report this rank
+        as lost.
 
         Raises
         ------

@@ -53,8 +53,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: r2cc: also, R2CC-AllReduce may run. auto: any schedule may run. The numbers 0 to 3, as in the
     #: published R2CCL, are aliases of the first four.
     mode: str = "auto"
-    #: Maximum slice size of an op whose slices are eager: sent as copies, without clear-to-send.
-    #: Also the maximum size of a short message, which does not wait for its receive.
+    #: Maximum slice size of an op that is sent eagerly: its slices are copied, and sent without
+    #: clear-to-send. Also the maximum size of a short message, which does not wait for its receive.
     eager_nbytes: int = 64 << 10
     #: Maximum number of unconfirmed eager slices of a link; four times as many if a call of the
     #: compiled loop copies so little that they need at most 256 KiB.
@@ -77,8 +77,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     socket_ifname: str = ""
     #: NICs declared failed, ``host:nic,...``: their paths are not connected until
     #: `Communicator.include`. The host is a host name or the number of a node, the NIC an
-    #: interface, an RDMA port or the number of a rail. Each rank may name NICs of any host; those
-    #: of all ranks count.
+    #: interface, an RDMA port or the number of a rail. Each rank may name NICs of any host; the
+    #: entries of all ranks apply.
     failed_nics: str = ""
     #: Name of the interface that carries data between two ranks with no other common rail. auto:
     #: the interface of the rendezvous, unless it is a rail; none: no such interface. The setting
@@ -122,7 +122,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: (testing). 1: used, or an error if it cannot be loaded; 0: not used; auto: used if it can be
     #: loaded.
     compiled: str = "auto"
-    #: A path without an event for this long, while its peer has to send or confirm, is probed.
+    #: A path is probed after this long without an event while the peer has to send or confirm.
     suspicion_timeout_s: float = 0.5
     #: A probe that is not answered within this time has failed.
     probe_timeout_s: float = 0.06
@@ -259,7 +259,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fixed_family(self) -> str:
-        """Family of schedules that ``algo`` fixes, which it does in mode auto only; or empty."""
+        """Family of schedules that ``algo`` selects (in mode auto only); empty if none."""
         return self.algo if self.mode == "auto" and self.algo != "auto" else ""
 
     def digest(self) -> str:
@@ -268,7 +268,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(values).hexdigest()[:16]
 
     def with_timeout(self, timeout_s: float | None) -> Config:
-        """Return these settings with another ``timeout_s``; None: these settings.
+        """Return these settings with another ``timeout_s``, or unchanged if `timeout_s` is None.
 
         Raises
         ------
@@ -445,7 +445,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "debug": ("NCCL_DEBUG",),
 }
 
-#: Keywords by which other libraries place a process in its job, and the variables used here.
+#: Keywords by which other libraries set a process's rank and job, and r2ccl's variables for them.
 _PLACES = {
     "rank": "RANK", "world_size": "WORLD_SIZE", "nranks": "WORLD_SIZE", "size": "WORLD_SIZE",
     "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT",
@@ -479,7 +479,7 @@ def _published_failures(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Return the one of `names` that is most similar to `name`; "" if none is similar.
+    """Return the entry of `names` that is most similar to `name`; "" if none is similar.
 
     ``timeout_s`` is most similar to ``timeout``, and ``debug`` to ``debug_file``.
     """

@@ -302,7 +302,7 @@ def _open_transport(
 
 
 def choose_hcas(hcas: Sequence[Hca], pattern: str, nranks: int) -> tuple[Hca, ...]:
-    """Return those of the RDMA ports `hcas` that this rank uses.
+    """Return the RDMA ports in `hcas` that this rank uses.
 
     A port that cannot be opened, or cannot serve all `nranks` ranks, is returned only if `pattern`,
     the value of ``R2CC_HCA``, names it; otherwise it is left out with a warning. If `pattern` is

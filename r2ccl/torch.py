@@ -1,4 +1,4 @@
-"""Short name of `r2ccl.interop.torch`: its import registers the backend ``r2ccl`` with torch."""
+"""Short name of `r2ccl.interop.torch`; importing it registers the backend ``r2ccl`` with torch."""
 
 from __future__ import annotations
 

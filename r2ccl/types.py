@@ -32,10 +32,10 @@ class ReduceOp(enum.IntEnum):
     MAXLOC = 12
 
 
-#: Number, in a call signature, of a commutative operation of the user.
+#: Number of a commutative user-defined operation in a call signature.
 USER_OP = 14
-#: Number, in a call signature, of an operation of the user that is not commutative, so that the
-#: ranks' data must be combined in rank order.
+#: Number of a non-commutative user-defined operation in a call signature; the ranks' data must be
+#: combined in rank order.
 ORDERED_OP = 15
 
 
@@ -221,8 +221,9 @@ class CallSignature(msgspec.Struct, frozen=True):
     slice sends to its receiver in the call. Collectives that do not reduce have ``op`` SUM, and
     those without a root have ``root`` 0, except in three cases in which ``root`` is made from a
     digest (see `with_digest`): an allreduce runs a schedule of the caller, an allreduce joins
-    several allreduces of a group, or the parts of a collective in `PARTED` differ in size. ``user``
-    is the digest of an operation of the user, else 0.
+    several allreduces of a group, or the parts of a collective in `PARTED` differ in size (in an
+    allgatherv on GPU memory, also if they are equal). ``user`` is the digest of a user-defined
+    operation, else 0.
     """
 
     collective: int
@@ -233,13 +234,13 @@ class CallSignature(msgspec.Struct, frozen=True):
     user: int = 0
 
     def with_digest(self, digest: int) -> CallSignature:
-        """Return the signature with a root made from `digest`, a digest of a schedule or counts."""
+        """Return the signature with a ``root`` made from `digest`, such as that of a schedule."""
         return msgspec.structs.replace(self, root=1 + digest % _ROOT_MASK)
 
     def pack(self) -> int:
         """Return the 64-bit form: 4 bits collective, 6 dtype, 4 op, 12 root, 38 count (elements).
 
-        With an operation of the user, the upper 12 of the 38 bits are combined with its digest by
+        With a user-defined operation, the upper 12 of the 38 bits are combined with its digest by
         exclusive or, so that calls with one operation and different counts differ. Only the lower
         bits of larger numbers are packed; they distinguish calls well enough.
         """
@@ -251,7 +252,7 @@ class CallSignature(msgspec.Struct, frozen=True):
     def unpack(cls, packed: int) -> CallSignature:
         """Return the signature that `pack` packed; its numbers have only the packed bits.
 
-        With an operation of the user, ``count`` has only the lower 26 bits, and ``user`` has the
+        With a user-defined operation, ``count`` has only the lower 26 bits, and ``user`` has the
         upper 12, which `pack` combined with the digest.
         """
         op = (packed >> 50) & 0xF

@@ -2,7 +2,7 @@
 
 Equal arguments give equal schedules on every rank. `port_packing` returns trees, not a schedule.
 `bandwidths`, `blend` and `roles` are helpers of the other modules. `neighbors` returns the ranks
-that many of the algorithms connect to a rank.
+with which a rank exchanges data in many of the algorithms.
 """
 
 from __future__ import annotations

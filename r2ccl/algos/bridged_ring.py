@@ -90,7 +90,7 @@ def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
 
 
 def _gaps(order: Sequence[int], reach: Reach) -> list[int]:
-    """Return the positions in the ring whose node does not reach the node before it."""
+    """Return the positions in the ring at which a node does not reach the node before it."""
     if len(order) < 2:
         return []
     return [place for place in range(len(order)) if not reach(order[place - 1], order[place])]

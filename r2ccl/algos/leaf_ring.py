@@ -67,7 +67,7 @@ class _Segment(NamedTuple):
     """One segment of the data.
 
     ``chunks[p]`` is the chunk of the section that starts at position p. ``relays`` are the leaves
-    that relay in this segment: for that section, ``relays[i]`` receives the data of position p + i.
+    that relay in this segment: ``relays[i]`` receives the data of position p + i for this section.
     """
 
     chunks: tuple[int, ...]

@@ -19,9 +19,9 @@ from r2ccl.errors import InvalidArgument
 
 
 def neighbors(rank: int, nranks: int, nodes: Sequence[int] = ()) -> frozenset[int]:
-    """Return the neighbors of `rank`: the ranks at the distances that the module includes.
+    """Return the neighbors of `rank`: its peers in rings, chains, binary trees and doublings.
 
-    If a is a neighbor of b, b is a neighbor of a.
+    The module docstring defines them exactly. If a is a neighbor of b, b is a neighbor of a.
 
     Parameters
     ----------

@@ -56,7 +56,7 @@ class _Segment(NamedTuple):
     Attributes
     ----------
     sections : tuple of tuple of int
-        Each section has one chunk; section p starts at position p of the ring.
+        The chunk of each section; section p starts at position p of the ring.
     is_reversed : bool
         True if the stages have the order S3 S1 S4 S2, False for S1 S2 S3 S4.
     """

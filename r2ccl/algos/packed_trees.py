@@ -335,9 +335,9 @@ def _take(
 ) -> int:
     """Move edges from `left` to `row`, `number` at a time, until at most `end` are `missing`.
 
-    Each time, they are edges of the node with the largest `urgency` among the nodes whose number of
-    edges left satisfies `is_fit`; if there is no such node, among all nodes that have edges left.
-    Among equally urgent nodes, the lowest is taken. Return the number still missing.
+    Each time, the edges are taken from the node with the largest `urgency` among the nodes whose
+    number of edges in `left` satisfies `is_fit`; if there is no such node, among all nodes that
+    have edges left. Ties go to the lowest node. Return the number of edges still missing.
     """
     heap = [(-urgency(node), node) for node, rest in enumerate(left) if is_fit(rest)]
     heapify(heap)

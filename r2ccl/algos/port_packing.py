@@ -82,7 +82,10 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
 def _grow(
     shares: Sequence[Sequence[int]], most: int, damping: int
 ) -> Iterator[tuple[Fraction, list[tuple[PortEdge, ...]]]]:
-    """Build `most` trees; yield after each the time of the busiest port, and the trees so far."""
+    """Build `most` trees; after each one, yield the time of the busiest port and the trees so far.
+
+    `damping` is one of `_DAMPINGS`.
+    """
     whole = max(map(max, shares))
     prices = [[_PRICE // share if share else 0 for share in row] for row in shares]
     nedges = [[0] * len(row) for row in shares]
@@ -155,7 +158,8 @@ def _walk(root: int, neighbours: Sequence[Sequence[int]]) -> tuple[list[int], li
 #: Values of `damping` that `pack` tries: with each edge, the price of a port grows by the fraction
 #: ``whole / (damping * share)`` of itself, where `whole` is the largest share.
 _DAMPINGS = (2, 4, 8, 16)
-#: Initial price of a port with share 1; for any other port, the price is divided by its share.
+#: Initial price of a port with share 1; the initial price of any other port is this number divided
+#: by the port's share.
 _PRICE = 1 << 32
 #: A packing of fewer trees is preferred if its time is at most this multiple of the best time.
 _AS_GOOD = Fraction(101, 100)

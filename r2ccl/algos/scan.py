@@ -55,7 +55,7 @@ def doubling(nranks: int, nchannels: int = 1, *, is_exclusive: bool = False) -> 
     """
     ops_of = _exclusive_doubling if is_exclusive else _doubling
     make = partial(_schedule, "prefix_doubling", nranks, 1, ops_of, is_exclusive=is_exclusive)
-    # All channels have the same ops, so the cost of one, with all the data, is that of all.
+    # All channels have the same ops, so one channel with all the data has the same cost.
     return msgspec.structs.replace(make(nchannels), cost=measure(make(1)))
 
 

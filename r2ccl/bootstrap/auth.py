@@ -227,7 +227,7 @@ class Dialer:
         Raises
         ------
         HandshakeRejected
-            If `opening`, the acceptor's, has a wrong magic or version.
+            If the acceptor's `opening` has a wrong magic or version.
         """
         _check_opening(opening)
         transcript = opening + self._opening + self._claim

@@ -53,9 +53,9 @@ class ControlPort(Post, Protocol):
     """Sender of control messages that also opens sessions and connects paths.
 
     Each new connection of a path is passed to `ControlHandler.on_path`. `peer` must be another
-    rank. `rail` must be a rail; only `accept_path` and `cancel_path` also take rail `BYPASS`.
-    Otherwise `ControlPlane` raises InvalidArgument, except in `obstacles`; other implementations
-    need not check.
+    rank. `rail` must be the number of a rail; only `accept_path` and `cancel_path` also take rail
+    `BYPASS`. Otherwise `ControlPlane` raises InvalidArgument, except in `obstacles`; other
+    implementations need not check.
     """
 
     def open_session(self, peer: int) -> None:

@@ -4,7 +4,7 @@ The tree is the binomial tree of `r2ccl.bootstrap.overlay`. A rank sends the add
 of the tree to its parent, receives the addresses of all ranks from its parent, and sends these to
 its children. So rank 0 exchanges addresses with about log2(n) ranks only. Each rank keeps its
 connection to rank 0 open until one of the two has finished. Rank 0 reports errors over this
-connection, and takes its end as a sign that the rank has exited.
+connection. If the connection ends early, rank 0 concludes that the rank has exited.
 
 Runs in the control thread. Invariant: bytes of a child are decoded only after both ends have proved
 that they know the secret. The child's claim must name this communicator, this rank as the acceptor
@@ -58,7 +58,7 @@ class Branch:
         self._listening: socket.socket | None = None
         self._listener: Listener | None = None
         self._communicator_id = b""
-        #: Readers of the connections to the children, and of that to rank 0.
+        #: Readers of the connections to the children and to rank 0, by rank.
         self._readers: dict[int, MessageReader] = {}
         self._children: dict[int, socket.socket] = {}
         #: Children that have not sent their part of the tree.
@@ -77,7 +77,7 @@ class Branch:
         self._obstacle = ""
 
     def listen(self, host: str) -> wire.Address:
-        """Listen for the children at `host`, a name or an address; return the numeric address.
+        """Listen for the children at `host`, a name or address; return numeric address and port.
 
         Return ``("", 0)`` if this rank has no children. Another call replaces the listening socket.
 
@@ -145,7 +145,7 @@ class Branch:
         return ""
 
     async def close(self) -> None:
-        """Close the listener and all connections except that to rank 0; call it once."""
+        """Close the listener and all connections except the one to rank 0; call it once."""
         for reader in self._readers.values():
             reader.stop()
         for sock in self._children.values():
@@ -162,7 +162,7 @@ class Branch:
             self._outcome.set_result(body)
 
     def _on_leader_end(self, exc: OSError) -> None:
-        """After the end of the connection to rank 0, fail unless the parent may still answer.
+        """Handle the end of the connection to rank 0: fail unless the parent may still answer.
 
         Rank 0 has exited or finished. It finishes when it has the addresses of all ranks and has
         sent them to its children in the tree. So it has exited if this rank is one of these

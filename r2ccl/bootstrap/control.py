@@ -84,10 +84,10 @@ class ControlHandler(Protocol):
         why : str
             Evidence of the loss.
         last_heard_s : float or None
-            Seconds between the last sign of life of `peer` and the finding of its loss, measured by
-            the rank that found the loss. If `peer` has given this rank up: seconds since the last
-            sign of life of `peer` at this rank, or None without a session with `peer`. Also None if
-            every route to `peer` contains a lost rank.
+            Seconds from the last sign of life of `peer` until its loss was found, measured by the
+            rank that found the loss. If `peer` has given this rank up: seconds since this rank
+            received the last sign of life of `peer`, or None if it has no session with `peer`. Also
+            None if `peer` counts as lost because every route to it contains a lost rank.
         """
 
     def on_tick(self, now: float) -> None:
@@ -104,9 +104,9 @@ class ControlPlane:
     methods except `close` return without blocking and, unless they say otherwise, may be called
     from any thread. Requests before `start` take effect at `start`. The callbacks that methods take
     (`on_failed`, `fn`) run in the control thread. Except `obstacles`, methods raise InvalidArgument
-    if `peer` is this rank or no rank, or `rail` is no rail; only `accept_path` and `cancel_path`
-    also take rail `BYPASS`. Methods that take a message raise InvalidArgument if `Codec.encode`
-    refuses it: its type was not registered, or it is too long.
+    if `peer` is not another rank, or `rail` is not the number of a rail; only `accept_path` and
+    `cancel_path` also take rail `BYPASS`. Methods that take a message raise InvalidArgument if
+    `Codec.encode` refuses it: its type was not registered, or it is too long.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ class ControlPlane:
     codec : Codec
         Encoder and decoder of the messages of the control sessions.
     rejections : Rejections, optional
-        Counters of rejected connections, with the counts of the rendezvous.
+        Counters of rejected connections, which already include those of the rendezvous.
     clock : Clock, optional
         Must be the clock of asyncio.
 
@@ -150,7 +150,7 @@ class ControlPlane:
     nwires : int
         Number of rails whose bandwidths add up; equal on all ranks. With RDMA, the number of RDMA
         ports. Without RDMA, 1 if all rails are loopback, because they share the memory bandwidth;
-        otherwise the number of rails that are no last resort, or of all rails if all are last
+        otherwise the number of rails that are not last resorts, or of all rails if all are last
         resorts.
     last_resorts : frozenset of int
         TCP rails used only between two ranks that have no other rail left; see `Nic`. Empty if

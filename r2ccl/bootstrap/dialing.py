@@ -1,7 +1,7 @@
 """Dialing side of `r2ccl.bootstrap.auth`: connects TCP sockets and authenticates them.
 
 Callbacks of the event loop make and authenticate a connection, and a coroutine only waits for the
-result. To wake a task for each step would cost as much as the handshake itself, and the first call
+result. Waking a task for each step would cost as much as the handshake itself, and the first call
 that exchanges data with a rank waits for the connections to that rank. `r2ccl.bootstrap.listener`
 runs the accepting side.
 
@@ -107,7 +107,7 @@ class _Dialing:
         self._loop.add_reader(self._fd, self._read)
 
     def shake_hands(self) -> None:
-        """Begin the handshake; the socket is connected."""
+        """Begin the handshake on the socket, which must be connected."""
         self._timer = self._loop.call_later(self._limit_s, self._expire)
         self._loop.add_reader(self._fd, self._read)
 

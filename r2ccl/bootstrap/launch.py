@@ -100,7 +100,7 @@ class LocalJob:
     Raises
     ------
     InvalidArgument
-        If `nranks` is no integer of at least 1.
+        If `nranks` is not an integer of at least 1.
     OSError
         If this process cannot open a socket.
 
@@ -186,10 +186,10 @@ def launch(
     TransportTimeout
         If not all ranks return within `timeout_s`.
     InvalidArgument
-        If `nranks` is no integer of at least 1, `timeout_s` is no number, or `env` has a name or a
-        value that no variable can have; if `fn` is not callable or cannot be pickled, or a result
-        cannot be pickled and unpickled; if the working directory was removed; or if the main script
-        calls `launch` while another process imports it.
+        If `nranks` is not an integer of at least 1, `timeout_s` is not a number, or `env` has a
+        name or a value that no variable can have; if `fn` is not callable or cannot be pickled, or
+        a result cannot be pickled and unpickled; if the working directory was removed; or if the
+        main script calls `launch` while another process imports it.
     OSError
         If this process cannot open sockets and pipes, or start another process.
     KeyboardInterrupt
@@ -265,7 +265,7 @@ class RankProcesses:
     Attributes
     ----------
     ranks : list
-        Process of each rank, with its ``results``, a `Connection`.
+        Process of each rank; its ``results`` is the `Connection` on which its outcomes arrive.
     is_by_value : bool
         True if functions of the main module must be sent by value.
     """
@@ -525,12 +525,12 @@ def _collect(started: RankProcesses, deadline: float, timeout_s: float | None) -
 
 
 def parse_timeout(timeout_s: Any, who: str) -> float:
-    """Return a timeout of the user as a number of seconds: infinite for None, 0 if negative.
+    """Return a user's timeout as a number of seconds: infinity for None, 0 if it is negative.
 
     Raises
     ------
     InvalidArgument
-        If it is no number, or NaN; the message begins with `who`.
+        If `timeout_s` is not a number, or is NaN; the message begins with `who`.
     """
     if timeout_s is None:
         return float("inf")

@@ -1,12 +1,12 @@
-"""Launchers that tell a process its rank by variables of their own: Slurm, MPI, Kubernetes.
+"""Launchers that give a process its rank in their own variables: Slurm, MPI, Kubernetes.
 
-`LAUNCHERS` lists them. Under an MPI launcher, mpi4py normally provides the ranks. If launcher and
-mpi4py belong to different MPI libraries, ``COMM_WORLD`` has a single rank: n processes would run n
-jobs of one rank, each with a wrong result. `require_company` refuses this. If mpi4py does not
-provide the ranks, `find_place` takes rank, number of ranks and address of rank 0 from the
-variables.
+`LAUNCHERS` lists them. Under an MPI launcher, mpi4py normally provides the ranks. If the launcher
+and mpi4py belong to different MPI libraries, ``COMM_WORLD`` has a single rank: n processes would
+run n jobs of one rank, each with a wrong result. `require_company` refuses this. If mpi4py does not
+provide the ranks, `find_place` takes the rank, the number of ranks and the address of rank 0 from
+the variables.
 
-This module must not import mpi4py, since that can initialise MPI.
+This module must not import mpi4py, since that can initialize MPI.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _FIRST_PORT, _NPORTS = 10_000, 20_000
 
 
 class LauncherVariables(msgspec.Struct, frozen=True):
-    """Variables of a launcher.
+    """Names of the environment variables that a launcher sets.
 
     ``rank`` names the variable with the rank, and ``nranks`` the variables with the number of
     ranks, of which the first that is set is used. ``local`` names the variable with the number of
     ranks on this host, ``hosts`` the variable with the list of hosts, and ``job`` the variables
-    that together identify the job. Empty: the launcher has no such variable.
+    that together identify the job. An empty field means that the launcher has no such variable.
     """
 
     name: str
@@ -70,8 +70,9 @@ LAUNCHERS = (
 class RankPlace(msgspec.Struct, frozen=True):
     """Rank, number of ranks and address of rank 0, from the variables of a launcher.
 
-    ``port`` is the port of the rendezvous unless ``R2CC_PORT`` or ``MASTER_PORT`` is set; 0: one of
-    these must be set. ``is_on_one_host`` is True if all ranks are known to be on this host.
+    ``port`` is the port of the rendezvous unless ``R2CC_PORT`` or ``MASTER_PORT`` is set; 0 means
+    that one of these must be set. ``is_on_one_host`` is True if all ranks are known to be on this
+    host.
     """
 
     rank: int
@@ -198,7 +199,7 @@ def whole(name: str, env: Mapping[str, str]) -> int:
     Raises
     ------
     InvalidArgument
-        If it is no whole number.
+        If the value is not a whole number.
     """
     try:
         return int(env[name])
@@ -207,7 +208,7 @@ def whole(name: str, env: Mapping[str, str]) -> int:
 
 
 def _numbers(launcher: LauncherVariables, env: Mapping[str, str]) -> tuple[int, int]:
-    """Return rank and number of ranks; -1 for a variable that is missing or not a number."""
+    """Return (rank, number of ranks); -1 for a variable that is missing or not a number."""
     size = next((name for name in launcher.nranks if name in env), "")
     return _number(env, launcher.rank), _number(env, size)
 

@@ -355,8 +355,8 @@ class Leader:
     ) -> None:
         """Record an error if ranks of other hosts cannot reach `rank` at one of `addresses`.
 
-        They cannot if it is a loopback address, or the address of all interfaces. If all ranks are
-        in one network namespace, they can use any address, whatever their host names are.
+        They cannot reach a loopback address, or the address of all interfaces. If all ranks are in
+        one network namespace, they can use any address, whatever their host names are.
         """
         if len({hello.host.partition("/")[2] for hello in self._hellos.values()}) == 1:
             return
@@ -479,7 +479,7 @@ class Leader:
         return f"rank 0 rejected connections meanwhile: {summary}; " if summary else ""
 
     def _secluded(self) -> str:
-        """Return advice if MASTER_ADDR is a name with a loopback address here; else return ""."""
+        """Return advice if MASTER_ADDR is a name that resolves to loopback here, else ""."""
         name = self._identity.address
         if self._host == name or not ipaddress.ip_address(self._host).is_loopback:
             return ""
@@ -491,7 +491,7 @@ class Leader:
 
 
 def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
-    """Return `infos` in rank order, each cut to as many rails and RDMA ports as every rank has.
+    """Return `infos` in rank order, each limited to the rails and RDMA ports that every rank has.
 
     Last-resort rails and other rails are counted separately.
     """

@@ -3,9 +3,9 @@
 Runs the accepting side of `r2ccl.bootstrap.auth`. The *gate* of a `Listener` is a function that
 decides whether an authenticated connection is accepted, and who takes over its socket.
 
-Invariant: a socket leaves this module only after both sides have proved the secret. Until the
-dialer has proved it, the received bytes, the time and the number of such sockets are bounded, and
-only the magic and the version in the bytes are interpreted.
+Invariant: a socket leaves this module only after both sides have proved that they know the secret.
+Until the dialer has proved this, the received bytes, the time and the number of such sockets are
+bounded, and only the magic and the version in the bytes are interpreted.
 """
 
 from __future__ import annotations
@@ -136,11 +136,11 @@ class Unneeded(Exception):
 #: Function that takes over the socket of an authenticated connection; runs in the loop and must not
 #: block.
 Handover = Callable[[socket.socket], None]
-#: Function that decides about a connection, given its proved claim and the index of the listening
-#: socket. It returns the function that takes over the socket. If the connection is not expected
-#: yet, it returns a coroutine that waits briefly until it is, and then returns that function. Gate
-#: and coroutine raise HandshakeRejected to refuse the connection, Unneeded if another one replaced
-#: it.
+#: Function that decides whether to accept a connection, given its proved claim and the index of the
+#: listening socket. It returns the function that takes over the socket. If the connection is not
+#: expected yet, it returns a coroutine that waits briefly until it is, and then returns that
+#: function. The gate and the coroutine raise HandshakeRejected to refuse the connection, and
+#: Unneeded if another connection has replaced it.
 Gate = Callable[[Claim, int], Handover | Coroutine[Any, Any, Handover]]
 
 

@@ -20,7 +20,7 @@ TERMINAL_VARIABLE = "R2CC_TERMINAL"
 
 
 class RankFormatter(logging.Formatter):
-    """Formats a record as time, level, logger, rank and message.
+    """Formatter that writes a record as time, level, logger, rank and message.
 
     The rank is left out if the message begins with ``rank``. Before the rank of the process is
     known, the process id stands in its place.
@@ -28,7 +28,7 @@ class RankFormatter(logging.Formatter):
     Attributes
     ----------
     rank : int
-        Rank of this process; -1: not known yet.
+        Rank of this process; -1 if it is not known yet.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class RankFormatter(logging.Formatter):
 
 
 class FallbackHandler(logging.Handler):
-    """Writes to ``sys.stderr`` the records that no other handler receives.
+    """Handler that writes the records that no other handler receives to ``sys.stderr``.
 
     A handler that the program configures later thus replaces this one, just as such a handler
     replaces `logging.lastResort`.
@@ -71,10 +71,11 @@ class FallbackHandler(logging.Handler):
 
 
 def set_level(config: Config) -> None:
-    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; add a handler for stderr if it needs one.
+    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; add a handler for stderr if there is none.
 
-    It needs one if neither the logger nor one to which it propagates has a handler. Without
-    ``R2CC_DEBUG``, the level of the logger stays, and the added handler writes warnings and errors.
+    The handler is added if neither this logger nor one to which it propagates has a handler.
+    Without ``R2CC_DEBUG``, the level of the logger stays, and the added handler writes warnings and
+    errors.
     """
     level = DEBUG_LEVELS[config.debug.upper()]
     logger = logging.getLogger(_ROOT)

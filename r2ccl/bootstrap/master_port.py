@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def reserve_port() -> socket.socket:
-    """Return a socket that reserves a port, at all addresses, at which rank 0 can listen.
+    """Return a socket that reserves a port, at all local addresses, for rank 0 to listen at.
 
     While the socket is open, the kernel gives the port to no process that asks for a free one. The
     socket does not listen, so a process that sets SO_REUSEADDR, as torch's store does, can listen.
@@ -31,7 +31,7 @@ def reserve_port() -> socket.socket:
 
 
 def master_port(port: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return MASTER_PORT, as name and value, for ranks whose launcher has the environment `env`.
+    """Return the variable MASTER_PORT for ranks whose launcher has the environment `env`.
 
     The value is the one that the user has set in `env`, otherwise `port`. If the launcher is itself
     a rank of a job, the value is `port`: rank 0 of that job listens at the port in `env`.

@@ -41,8 +41,8 @@ class PeerInfo(msgspec.Struct, frozen=True):
     nlast_resorts : int
         Number of rails at the end of ``rails`` that are last resorts; equal on all ranks.
     hcas : tuple of str
-        Names of the RDMA ports; equally many on all ranks. Their rails are numbered after those in
-        ``rails``.
+        Names of the RDMA ports, the same number on all ranks. Their rails are numbered after those
+        in ``rails``.
     interfaces : tuple of str
         Name of rail i's network interface, for the rails in ``rails``.
     failed_nics : str

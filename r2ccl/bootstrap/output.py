@@ -67,8 +67,8 @@ class RankOutput:
     Attributes
     ----------
     theirs : list of list of int
-        Descriptors of each rank's standard output and standard error, which the caller passes on
-        and then closes by `close_theirs`.
+        Descriptors of each rank's standard output and standard error, which the caller passes to
+        the ranks and then closes with `close_theirs`.
     """
 
     def __init__(self, nranks: int) -> None:

@@ -47,7 +47,7 @@ class _Dial(msgspec.Struct):
     epoch: int
     on_failed: Callable[[str], None] | None
     task: asyncio.Task[None] | None = None
-    #: Timer that starts the dial of a last-resort path; None: started, or no last resort.
+    #: Timer that starts the dial of a last-resort path; None once started, and for other paths.
     starter: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
@@ -92,7 +92,7 @@ class Paths:
         self._announce_change()
 
     def admit(self, claim: Claim, listener: int) -> Handover | Coroutine[Any, Any, Handover]:
-        """Decide about an authenticated DATA connection, as a `Gate`.
+        """Decide whether to accept an authenticated DATA connection, as a `Gate`.
 
         Parameters
         ----------
@@ -105,7 +105,7 @@ class Paths:
         -------
         Handover or coroutine
             Function that takes over the socket. If the connection is not expected yet, a coroutine
-            that waits for this and then returns the function.
+            that waits until it is and then returns the function.
 
         Raises
         ------
@@ -212,7 +212,7 @@ class Paths:
         return self._setting.nics[key.rail].is_last_resort
 
     def _is_dialing(self, peer: int) -> bool:
-        """Return whether a dial to `peer` has been started and is pending."""
+        """Return True if a dial to `peer` has been started and is pending."""
         return any(
             key.peer == peer and entry.task is not None for key, entry in self._dials.items()
         )

@@ -36,7 +36,7 @@ from r2ccl.types import Nic
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: Least number of heartbeats per peer timeout: some may be delayed, by a thread that holds the GIL.
+#: Minimum number of heartbeats per peer timeout: a thread that holds the GIL may delay some.
 _BEATS_PER_TIMEOUT = 5
 _MAX_HEARTBEAT_S = 1.0
 #: A carrier that is silent for this many heartbeat intervals is replaced.
@@ -49,7 +49,7 @@ _MAX_UNSENT_NBYTES = 4 << 20
 _MAX_CARRIERS = 4
 _FIRST_PAUSE_S = 0.02
 _MAX_PAUSE_S = 0.5
-#: Timeout of connecting, after which the next address is tried.
+#: Time limit of one connect, in seconds; then the next address is tried.
 _DIAL_TIMEOUT_S = 1.0
 #: A session that is opened for data paths is dialed when a message is sent over it, at the latest
 #: after this time: the paths, which a call waits for, are connected first.

@@ -24,7 +24,7 @@ _MAIN_NAME, _MAIN_PATH = "init_main_from_name", "init_main_from_path"
 
 
 def can_import_main(preparation: dict[str, Any]) -> bool:
-    """Return whether a new process can import the main script of this one.
+    """Return True if a new process can import the main script of this one.
 
     It cannot in a notebook or an interactive session, with ``python -c``, or if the script is read
     from stdin. The path of a script that does not exist is removed from `preparation`.
@@ -91,14 +91,14 @@ def dumps_call(
 
 
 class ByValue:
-    """Callable that wraps a function; pickling it sends the function by value.
+    """Callable that wraps a function, which is sent by value when the callable is pickled.
 
-    For a module that the receiver cannot or need not import, such as a test module.
+    For functions of a module that the receiver cannot or need not import, such as a test module.
 
     Parameters
     ----------
     function : callable
-        Called without arguments by a call of this object.
+        Called without arguments when this object is called.
     module : module
         Functions and classes of this module are sent by value, with the globals that they use.
     """

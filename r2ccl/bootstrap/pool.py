@@ -40,8 +40,8 @@ _INIT = "r2ccl.factory:init"
 #: Seconds that the other ranks have to return or raise after one rank raised or died, or after
 #: Ctrl-C. Ranks that wait in a collective for the one that raised would wait forever.
 _GRACE_S = 2.0
-#: Seconds that the ranks have to close the communicator, and then again to exit; also those of the
-#: check whether the communicator still works after a failed call.
+#: Seconds that the ranks have to close the communicator, and then again to exit. Also the time
+#: limit for checking, after a failed call, that the communicator still works.
 _CLOSE_GRACE_S = 5.0
 
 
@@ -72,7 +72,7 @@ def launch_pool(
     Raises
     ------
     InvalidArgument
-        If `nranks` is no integer of at least 1, a setting or `faults` is wrong or cannot be
+        If `nranks` is not an integer of at least 1, a setting or `faults` is wrong or cannot be
         pickled, `env` has a name or a value that no variable can have, the working directory was
         removed, or the main script calls this function while another process imports it.
     Exception
@@ -164,7 +164,7 @@ class LaunchPool:
         TransportTimeout
             If not all ranks return within `timeout_s`; the pool has ended.
         InvalidArgument
-            If `fn` is not callable, `fn` or an argument cannot be pickled, or `timeout_s` is no
+            If `fn` is not callable, `fn` or an argument cannot be pickled, or `timeout_s` is not a
             number; nothing was called. Also if a result cannot be pickled and unpickled.
         ConcurrentCalls
             If another call is running.
@@ -316,7 +316,7 @@ class LaunchPool:
         )
 
     def _why_unusable(self, outcomes: Mapping[int, RankOutcome]) -> str:
-        """Return the reason why the pool is unusable after a failed call; empty: it is usable."""
+        """Return why the pool is unusable after a failed call; empty if it is usable."""
         for rank, each in outcomes.items():
             if each.is_exit:
                 return f"rank {rank} exited"
@@ -353,7 +353,7 @@ class LaunchPool:
 
 
 def _raised(outcomes: Mapping[int, RankOutcome]) -> BaseException | None:
-    """Return the exit of a rank, else the first exception, else None."""
+    """Return the error of a rank that exited, else the first exception of a rank, else None."""
     errors = {rank: each.error for rank, each in outcomes.items() if each.error is not None}
     for rank, error in errors.items():
         if outcomes[rank].is_exit:
@@ -374,7 +374,7 @@ def _kill(processes: RankProcesses, owner: int) -> None:
 
 
 def _check(comm: Any) -> None:
-    """Fail on some rank if the communicator has ended, or the ranks have made different calls."""
+    """Run a barrier, to fail on some rank if the communicator has ended or calls do not match."""
     comm.barrier()
 
 

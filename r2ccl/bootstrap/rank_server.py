@@ -1,8 +1,8 @@
 """Server process of `launch` and `launch_pool`: imports the library once, then forks the ranks.
 
-Importing NumPy and the library in every rank would take far longer than forks do, since the ranks
-of one machine share its cores. The server starts no threads except NumPy's and imports no user
-code: each rank imports the main script and the function after the fork.
+Importing NumPy and the library in every rank would take far longer than a fork does, since the
+ranks of one machine share its cores. The server starts no threads except NumPy's and imports no
+user code: each rank imports the main script and the function after the fork.
 
 Invariant: the server and its ranks end when the launcher ends. The server watches the process of
 the launcher, since `end_with` would end the server with the thread that started it.
@@ -37,7 +37,8 @@ from r2ccl.errors import InvalidArgument, R2cclError
 
 #: Modules whose imports include all that every rank needs; the server imports them before it forks.
 _PRELOADED = ("numpy", "psutil", "r2ccl.factory", "r2ccl.bootstrap.startup")
-#: Modules whose compiled code the server loads before it forks, unless the variable is 0.
+#: Modules whose compiled code the server loads before it forks, by the environment variable that
+#: prevents this if it is 0.
 _COMPILED = {"R2CC_SHM": "r2ccl.shm.group", "R2CC_COMPILED": "r2ccl.runtime.compiled.call"}
 
 
@@ -81,6 +82,7 @@ class RankOutcome(NamedTuple):
     value : object
         The result; None after an exception.
     error : BaseException or None
+        The exception; None if the function returned.
     text : str
         Traceback of the exception.
     is_exit : bool
@@ -172,7 +174,7 @@ def _send(connection: Connection, message: Any) -> None:
 
 
 def _exits(ranks: Mapping[int, int], life: int) -> Iterator[tuple[int, int]]:
-    """Yield rank and exit status of each process that ends, until all or the launcher ended."""
+    """Yield (rank, exit status) as ranks exit, until all of them or the launcher have ended."""
     watched = {os.pidfd_open(pid): rank for rank, pid in ranks.items()}
     poller = select.poll()
     for descriptor in (life, *watched):
@@ -241,7 +243,7 @@ def _redirect_output(rank: int, outputs: Sequence[Sequence[int]]) -> None:
 
 
 def flush_output() -> None:
-    """Write out what Python has buffered, so that the launcher sees it before the result."""
+    """Flush ``sys.stdout`` and ``sys.stderr``: the launcher must see the output before a result."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a broken pipe, or closed by the function
             if stream is not None:

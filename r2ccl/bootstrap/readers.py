@@ -30,7 +30,7 @@ class ReadLoop(Protocol):
 
 
 class ReaderSet:
-    """Set of watched descriptors, made in the event loop that is to call the callbacks.
+    """Set of watched descriptors; the event loop in which it is made calls the callbacks.
 
     The descriptors are borrowed. A callback is called again as long as its descriptor has unread
     data, even after it raised.

@@ -106,7 +106,7 @@ async def meet(
     TransportError
         If `prepare` raises it on this rank. The other ranks then raise InvalidArgument.
     PeerLost
-        If rank 0 exits, or another rank does.
+        If rank 0 or another rank exits.
     """
     if identity.rank == 0:
         leader = Leader(identity, hello, prepare, rejections, timeout_s)

@@ -1,9 +1,9 @@
-"""Secret of a job in files: a file of the user, or one that rank 0 writes for ranks of its host.
+"""Secret of a job in a file: the user's file, or one that rank 0 writes for the ranks on its host.
 
 Invariant: no secret is read from or written to a file that another user may access. A file must be
 a regular file of this user with no permissions for others. The runtime directory must be a
-directory of this user, no link, with no permissions for others. Each access to the file of rank 0
-opens this directory once and uses it through the descriptor.
+directory of this user, not a link, with no permissions for others. Each access to the file of rank
+0 opens this directory once and uses it through the descriptor.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def _open_folder(path: Path) -> Iterator[int]:
     FileNotFoundError
         If the directory does not exist yet.
     InvalidArgument
-        If the path cannot be opened, is no directory, belongs to another user, or is accessible to
-        other users.
+        If the path cannot be opened, is not a directory, belongs to another user, or is accessible
+        to other users.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

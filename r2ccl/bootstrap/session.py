@@ -8,7 +8,7 @@ on a carrier that comes up, and on the others when a carrier goes down. When the
 expires (its timeout doubles until an acknowledgement arrives), the oldest message is resent on all
 carriers; if the acknowledgement then shows that later ones are missing too, these follow. So a rank
 that is only slow is not sent everything again. New messages are sent on the carrier that received a
-frame last. On an idle carrier heartbeats are sent, which are acknowledgements without a message, so
+frame last. Heartbeats, which are acknowledgements without a message, are sent on idle carriers, so
 that a silent carrier is known to have failed.
 
 ====================  ==========================================================================
@@ -39,7 +39,7 @@ import msgspec
 from r2ccl.bootstrap.auth import PROTOCOL_VERSION
 from r2ccl.errors import InternalError, InvalidArgument, R2cclError
 
-#: Longest frame in bytes; a carrier that delivers a longer one is closed.
+#: Maximum size of a frame in bytes; a carrier that delivers a larger one is closed.
 MAX_FRAME_NBYTES = 1 << 20
 
 # length of the whole frame, version, kind, 2 spare bytes, sequence number, cumulative ack
@@ -63,7 +63,7 @@ class FrameError(R2cclError):
 
 
 class SessionFrame(NamedTuple):
-    """Frame with a message (``seq`` from 1 on), or heartbeat (``seq`` 0, empty ``body``).
+    """Frame with a message (``seq`` from 1 on), or a heartbeat (``seq`` 0, empty ``body``).
 
     ``ack`` acknowledges messages of the other direction: all with numbers up to ``ack`` have been
     received.
@@ -271,14 +271,14 @@ class Session:
     def carrier_silence_s(self, carrier: int, now: float) -> float:
         """Return the seconds since the last frame on `carrier`, or since `carrier_up` without one.
 
-        Those excluded by `excuse` since the last frame of the session do not count.
+        Seconds excluded by `excuse` since the last frame of the session do not count.
         """
         return max(0.0, now - self._carriers[carrier].heard_at - self._excused_s)
 
     def deadline(self) -> float:
         """Return the time at which `poll` must be called next; minus infinity means now.
 
-        Infinity: not before another call has changed the session.
+        Infinity means that `poll` need not be called until another call has changed the session.
         """
         if not self._carriers:
             return float("inf")

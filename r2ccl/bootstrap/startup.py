@@ -2,7 +2,7 @@
 
 `connect` determines this process's rank, address of rank 0 and secret, runs the rendezvous and
 opens the listeners. The caller chooses the NICs that become rails, through a callback. Rank 0 warns
-of variables that look like settings but are none, since a misspelt setting would have no effect.
+of variables that look like settings but are none, since a misspelled setting has no effect.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class _Listeners:
     def take(
         self, agreed: PeerInfo
     ) -> tuple[tuple[Nic, ...], list[socket.socket], list[socket.socket]]:
-        """Return NICs, listeners and probe sockets of the rails in `agreed`; close the others.
+        """Return the NICs, listeners and probe sockets of the rails in `agreed`; close the others.
 
         The control listener follows the listeners of the rails. The caller owns the sockets.
         """

@@ -4,7 +4,7 @@ There is no rendezvous and no leader that could fail. Each rank opens the listen
 communicator and sends their addresses, as a `PeerInfo`, over the old control plane. After the
 survivors have agreed on the members, each makes the same table of addresses from these messages.
 Each derives the new secret and communicator id from the old ones, the members and the number of the
-attempt. Ranks with the old secret that are no members, or are still at an earlier attempt,
+attempt. Ranks with the old secret that are not members, or are still at an earlier attempt,
 therefore do not authenticate by mistake. MPI is not used.
 
 If the listener or the probe port of a rail cannot be opened, for example because this host has lost
@@ -85,7 +85,7 @@ class Succession:
         Raises
         ------
         TransportError
-            If there is no rail that all members could open.
+            If the members have no rail whose sockets all of them could open.
         """
         old = self._old
         members = sorted(peer_infos)

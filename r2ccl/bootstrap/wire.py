@@ -13,7 +13,7 @@ from r2ccl.bootstrap.readers import ReadLoop
 
 Address = tuple[str, int]
 
-#: Default time limit of the acceptor for a handshake; it then closes the connection.
+#: Default time limit of a handshake in seconds, after which the acceptor closes the connection.
 #: `r2ccl.bootstrap.dialing.dial` waits at least as long for a busy acceptor.
 HANDSHAKE_TIMEOUT_S = 5.0
 #: Backlog of listening sockets: connections that the kernel completes before they are accepted.
@@ -28,7 +28,9 @@ _READ_NBYTES = 16 << 10
 
 
 async def reach(target: Address, source: str = "") -> socket.socket:
-    """Connect to `target` (numeric) without authentication, from address `source` unless empty.
+    """Connect to the numeric address `target`, without authentication; return the socket.
+
+    The local address is `source`; if it is empty, the kernel chooses one.
 
     Raises
     ------
@@ -45,7 +47,9 @@ async def reach(target: Address, source: str = "") -> socket.socket:
 
 
 def open_socket(target_host: str, source: str = "") -> socket.socket:
-    """Return a non-blocking TCP socket for `target_host`, bound to `source` unless empty.
+    """Return a non-blocking TCP socket: IPv6 if `target_host` is an IPv6 address, else IPv4.
+
+    The socket is bound to the address `source` unless `source` is empty.
 
     Raises
     ------
@@ -98,17 +102,17 @@ def address_of(sock: socket.socket) -> Address:
 
 
 def local_host(sock: socket.socket) -> str:
-    """Return the numeric local address of `sock`; the IPv4 address if it is IPv4 in IPv6 form.
+    """Return the numeric local address of `sock`; an IPv4-mapped IPv6 address is returned as IPv4.
 
-    A socket that listens at all IPv6 addresses also accepts IPv4 connections, and gives these
-    addresses like ``::ffff:10.0.0.1``.
+    A socket that listens at all IPv6 addresses also accepts IPv4 connections. Their local addresses
+    are IPv4-mapped, such as ``::ffff:10.0.0.1``.
     """
     host = address_of(sock)[0]
     return host.removeprefix("::ffff:") if "." in host else host
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Return a socket that reserves a port of numeric address `host` without listening.
+    """Return a socket that reserves a port at the numeric address `host` without listening.
 
     The kernel refuses connections to the port. The refusal answers a probe, even if strangers have
     filled the backlog of this rank's listeners.

@@ -44,7 +44,7 @@ _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 def serve() -> int:
     """Serve the launcher on standard input and output until the ranks have ended.
 
-    Return 0, or 1 if the link ended or a signal of `_ENDING` came before the ranks had ended.
+    Return 0, or 1 if the link ended or a signal in `_ENDING` came before the ranks had ended.
     """
     with os.fdopen(os.dup(1), "wb", buffering=0) as out:
         os.dup2(2, 1)  # other output of this process must not enter the link
@@ -69,7 +69,7 @@ async def _serve(out: BinaryIO) -> int:
 def listen_everywhere(address: str, port: int) -> socket.socket:
     """Return a socket that listens at all addresses of this host.
 
-    Its address family is that of `address`, which is numeric.
+    The socket has the address family of `address`, a numeric IPv4 or IPv6 address.
 
     Raises
     ------
@@ -105,7 +105,7 @@ class _Agent:
         self._attending: asyncio.Task[None] | None = None
 
     def leave(self) -> None:
-        """Have `run` end the ranks and return."""
+        """Make `run` end the ranks and return."""
         self._is_leaving.set()
 
     async def output(self, rank: int, stream: str, data: bytes) -> None:
@@ -115,10 +115,10 @@ class _Agent:
         await self._link.send(RankEnded(rank, status))
 
     async def run(self) -> int:
-        """Serve the launcher until the ranks or the link end, or `leave` is called; end the ranks.
+        """Serve the launcher until the ranks or the link end, or `leave` is called.
 
-        Return the exit status of the agent. If one of the agent's tasks failed, raise its error:
-        the launcher could not continue without the answers of that task.
+        Then end the ranks, and return the exit status of the agent. If one of the agent's tasks
+        failed, raise the error of the task: the launcher could not continue without its answers.
         """
         obeying = asyncio.create_task(self._obey())
         leaving = asyncio.create_task(self._is_leaving.wait())
@@ -170,7 +170,10 @@ class _Agent:
             self.leave()
 
     async def _feed(self, data: bytes) -> None:
-        """Write input to rank 0 and answer; this is a task, because rank 0 may be slow to read."""
+        """Write `data` to the standard input of rank 0, then answer with `InputTaken`.
+
+        This runs as a task, because rank 0 may be slow to read.
+        """
         assert self._ranks is not None
         try:
             await self._ranks.feed(data)

@@ -128,7 +128,7 @@ class SendSignal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Input(msgspec.Struct, frozen=True, tag=True):
-    """Standard input for rank 0; empty bytes end it."""
+    """Data for the standard input of rank 0; empty ``data`` closes it."""
 
     data: bytes
 

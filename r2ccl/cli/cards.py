@@ -55,7 +55,7 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     driver's kernel module; empty if it is not loaded. ``has_peermem`` is True if nvidia_peermem, or
     its predecessor nv_peer_mem, is loaded. ``bindings`` is the version of the package
     cuda-bindings; empty if it is not installed. ``driver`` is the CUDA version of libcuda, such as
-    12040 for 12.4; 0 if there is no libcuda. If CUDA could not be initialised, ``error`` is the
+    12040 for 12.4; 0 if there is no libcuda. If CUDA could not be initialized, ``error`` is the
     message, and ``status`` the driver's name of the error, or NO_CUDA if cuda.bindings, the driver
     or a GPU is missing; otherwise both are empty. ``visible`` is CUDA_VISIBLE_DEVICES, None if it
     is not set. ``rails`` has the labels of the RDMA ports that are rails.

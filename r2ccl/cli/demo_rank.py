@@ -79,7 +79,7 @@ def _call(comm: Communicator, number: int, nbytes: int, reporter: _Reporter) -> 
 
 
 class _Reporter:
-    """Prints the progress on rank 0, and nothing on other ranks."""
+    """Printer of the progress on rank 0; prints nothing on other ranks."""
 
     def __init__(self, comm: Communicator, calls: int, nbytes: int) -> None:
         self._comm = comm

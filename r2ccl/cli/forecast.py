@@ -24,7 +24,7 @@ from r2ccl.types import DIRECT, CallSignature, Collective, ReduceOp
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """A cluster and a call.
+    """Cluster, and collective call on it, to compare schedules for.
 
     ``nbytes`` is the size of the whole buffer. ``rate`` is the bandwidth of a NIC in bytes/s,
     ``latency_s`` the time of one step of a small collective. ``lost`` has (node, NIC) for each NIC
@@ -96,7 +96,7 @@ class Comparison(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-#: Returns the simulated time of a choice in seconds, None if the choice is not simulated.
+#: Function that returns the simulated time of a choice in seconds; None if it is not simulated.
 Simulate = Callable[[ClusterShape, Choice], float | None]
 
 

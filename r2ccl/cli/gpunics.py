@@ -57,7 +57,7 @@ def is_rdma_capable(driver: CudaDriver, address: int) -> bool:
 
 
 def open_nics(stack: ExitStack, labels: Sequence[str]) -> dict[str, Registrar | str]:
-    """Open the RDMA ports with these labels, such as ``mlx5_0:1``; `stack` closes them.
+    """Open the RDMA ports in `labels`, such as ``mlx5_0:1``; `stack` closes them.
 
     Returns
     -------

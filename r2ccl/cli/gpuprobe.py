@@ -168,7 +168,7 @@ def try_kernels(journal: Journal, opened: Sequence[Opened]) -> None:
 
 
 def try_mapping(journal: Journal, opened: Sequence[Opened], mapper: Mapper) -> None:
-    """Test by `mapper`, for each opened GPU, whether another process can map its allocation."""
+    """Test with `mapper`, for each opened GPU, whether another process can map its allocation."""
     exported = []
     for place, device, address in opened:
         journal.begin(f"exporting memory of GPU {device.ordinal} to another process")
@@ -256,7 +256,7 @@ def _bindings_version() -> str:
 
 
 def _driver_version() -> int:
-    """Return the CUDA version of the driver, without initialising it; 0 if there is none."""
+    """Return the driver's CUDA version, without initializing the driver; 0 if there is none."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

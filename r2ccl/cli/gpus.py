@@ -216,7 +216,7 @@ def check_peermem(facts: CudaFacts) -> DoctorFinding:
 
 
 def check_nics(cards: Sequence[Card]) -> DoctorFinding:
-    """Report by which method each RDMA port that is a rail registered device memory."""
+    """Report the method by which each RDMA port that is a rail registered device memory."""
     found: dict[str, list[str]] = {}
     for label in dict.fromkeys(label for card in cards for label, _ in card.nics):
         routes = ((card, str(dict(card.nics)[label])) for card in cards if card.nics)

@@ -24,7 +24,7 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 class JobHost(msgspec.Struct, frozen=True):
     """Host and the number of ranks that it can run.
 
-    ``name`` is what ssh gets: a name or an address, with ``user@`` before it if it was given.
+    ``name`` is the host argument of ssh: a name or an address, after ``user@`` if a user was given.
     """
 
     name: str
@@ -44,8 +44,8 @@ class JobHost(msgspec.Struct, frozen=True):
     def is_here(self) -> bool:
         """True if ``name`` is in `_HERE` or is the name of this host; no ssh is then needed.
 
-        The name of this host counts in full, and up to its first dot. With ``user@``, and for all
-        other names and addresses of this host, the value is False.
+        The name of this host may be given in full, or without the part after its first dot. With
+        ``user@``, and for all other names and addresses of this host, the value is False.
         """
         own = socket.gethostname()
         return self.name in (*_HERE, own, own.partition(".")[0])

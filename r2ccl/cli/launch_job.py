@@ -202,7 +202,7 @@ async def _run_on_hosts(
 
 
 def _words_of(ssh: str) -> list[str]:
-    """Return the words of the command that logs in."""
+    """Split `ssh`, the command of the option ``--ssh``, into words."""
     with contextlib.suppress(ValueError):  # a quote that is not closed
         if words := shlex.split(ssh):
             return words

@@ -55,7 +55,7 @@ class LinePrinter:
         self._is_coloured = is_coloured
         self._writers: set[int] = set()
         self._unfinished: dict[_Source, bytes] = {}
-        #: Stream of the line of which a piece was written last; None after a complete line.
+        #: Stream whose line is incomplete in the output so far; None after a complete line.
         self._begun: _Source | None = None
         #: Stream that was written last, and those whose output so far ends with a carriage return.
         self._last: _Source | None = None
@@ -72,7 +72,7 @@ class LinePrinter:
         if data and source in self._returned:
             self._returned.remove(source)
             if data.startswith(b"\n"):
-                # It belongs to the carriage return that was written before.
+                # The line feed belongs to the carriage return that was written before.
                 data = data[1:]
                 if source == self._last:
                     self._put(b"\n")

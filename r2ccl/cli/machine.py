@@ -84,7 +84,7 @@ def save_xml(machine: Machine, target: str) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    # The number of this process would not do: a process of another container may have it, too.
+    # Not named after the process id: a process in another container may have the same one.
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         # Not made by tempfile: its mode would keep other users' jobs from reading the file.

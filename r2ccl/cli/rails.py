@@ -108,8 +108,8 @@ def _selected(facts: Facts, config: Config) -> tuple[Sequence[Nic], Sequence[Hca
 def _marked(finding: DoctorFinding, rails: Sequence[LocalRail]) -> DoctorFinding:
     """Return `finding`, changed to say which of its rails are declared failed.
 
-    It is ``skipped`` if it is a rail, or several rails of one interface, and all are declared
-    failed.
+    The result is ``skipped`` if all rails of the finding are declared failed. A finding may have
+    several rails of one interface.
     """
     if finding.level != "ok":
         return finding

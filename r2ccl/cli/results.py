@@ -13,7 +13,7 @@ from r2ccl.errors import InvalidArgument
 
 
 class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """End of a rank.
+    """Exit status of a rank, as in the file of ``--json``.
 
     Attributes
     ----------

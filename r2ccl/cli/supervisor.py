@@ -31,7 +31,7 @@ class RankGroup(Protocol):
     """Ranks of a job on one host, here or elsewhere."""
 
     async def attend(self) -> None:
-        """Return when all ranks have ended and their output was passed on, or the host is lost."""
+        """Wait until all ranks have ended and their output was passed on, or the host is lost."""
 
     async def feed(self, data: bytes) -> None:
         """Write to standard input of rank 0, waiting if rank 0 is slow; empty `data` closes it."""
@@ -195,7 +195,7 @@ class Supervisor:
             group.signal(number)
 
     def _read_stdin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Pass standard input to rank 0; runs in a thread, since a read may block for ever."""
+        """Pass standard input to rank 0; runs in a thread, since a read may block forever."""
         while True:
             try:
                 data = os.read(_STDIN_FD, _STDIN_NBYTES)

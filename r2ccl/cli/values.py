@@ -37,11 +37,10 @@ def seconds(text: str) -> float:
 
 
 def one_of(names: Sequence[str]) -> Callable[[str], str]:
-    """Return a parser of one of `names`.
+    """Return an argparse type that accepts only the texts in `names`.
 
-    For any other text, the parser raises argparse.ArgumentTypeError, which suggests a similar name
-    if there is one. Also give the argument these names as ``choices``, so that shells complete
-    them.
+    For any other text, the type raises argparse.ArgumentTypeError, which suggests a similar name if
+    there is one. Also give the argument these names as ``choices``, so that shells complete them.
     """
 
     def parse(text: str) -> str:

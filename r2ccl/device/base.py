@@ -54,7 +54,7 @@ class Device(Protocol):
 
     @property
     def uuid(self) -> bytes:
-        """Identifier of the GPU, 16 bytes; equal in all processes, unique among all machines."""
+        """UUID of the GPU, 16 bytes: the same in all processes, and unique among all machines."""
         ...
 
     @property
@@ -87,9 +87,9 @@ class Device(Protocol):
         ...
 
     def current(self) -> AbstractContextManager[None]:
-        """Return a context manager that reduces the cost of this thread's calls in its block.
+        """Return a context manager inside whose ``with`` block this thread's calls cost less.
 
-        Blocks may be nested.
+        The blocks may be nested.
         """
         ...
 
@@ -154,7 +154,7 @@ class Device(Protocol):
         ...
 
     def map(self, handle: bytes) -> int:
-        """Map the allocation of another process that `handle` names, and return its address.
+        """Map an allocation of another process, given by its IPC handle; return its address here.
 
         The mapping must be ended with `unmap` before the same handle is mapped again.
         """

@@ -17,7 +17,7 @@ from r2ccl.errors import TransportError
 
 
 class Cuda:
-    """The initialised CUDA driver.
+    """The initialized CUDA driver.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class Cuda:
     ------
     TransportError
         If the bindings, the driver or a GPU are missing (status ``NO_CUDA``; the message says
-        which), or if the driver cannot be initialised (status: the driver's name of the error).
+        which), or if the driver cannot be initialized (status: the driver's name of the error).
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Cuda:
         return True
 
     def uuid(self, device: Any) -> bytes:
-        """Return the identifier of a GPU, or of the MIG instance, 16 bytes."""
+        """Return the UUID of a GPU or, in MIG mode, of its MIG instance: 16 bytes."""
         # The bindings of CUDA 12 have two versions, of which the first returns the identifier of
         # the whole GPU in MIG mode. The bindings of CUDA 13 have the second alone, without suffix.
         name = "cuDeviceGetUuid"

@@ -199,7 +199,7 @@ class PrimaryContext:
     def wait_until(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Poll `is_over` at growing intervals for up to `timeout_s` seconds.
 
-        Return whether it became true.
+        Return whether `is_over` returned True in that time.
         """
         start = self._clock()
         npolls = 0

@@ -133,7 +133,7 @@ class CudaDevice:
 
     @property
     def uuid(self) -> bytes:
-        """Identifier of the GPU, or of the MIG instance, 16 bytes."""
+        """UUID of the GPU or, in MIG mode, of its MIG instance: 16 bytes."""
         return self._uuid
 
     @property
@@ -292,8 +292,8 @@ class CudaDevice:
     def map(self, handle: bytes) -> int:
         """Implement `Device.map`; the process that exported the handle cannot map it.
 
-        The GPU that has the memory must be visible to this process too. If the memory is on another
-        GPU than this one, the call also lets this GPU access it.
+        The GPU that has the memory must be visible to this process too. If that is another GPU, the
+        call also lets this GPU access the memory.
 
         Raises
         ------
@@ -429,7 +429,7 @@ class CudaDevice:
     def exchange_words(
         self, stream: Stream, value: int, written: tuple[int, ...], awaited: tuple[int, ...]
     ) -> None:
-        """Implement `Device.exchange_words` with one call of the driver."""
+        """Implement `Device.exchange_words` with one driver call."""
         batch = self._batches.get((written, awaited))
         if batch is None:
             if len(self._batches) >= _MOST_BATCHES:

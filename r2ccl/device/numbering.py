@@ -24,7 +24,7 @@ def bus_id_of(cuda: Cuda, device: Any) -> str:
 
 
 def ordinal_of(bus_id: str) -> int | None:
-    """Return the ordinal that a GPU, given by its bus ID, has in this process.
+    """Return the ordinal, in this process, of the GPU whose PCI bus ID is `bus_id`.
 
     Parameters
     ----------
@@ -41,13 +41,13 @@ def ordinal_of(bus_id: str) -> int | None:
     ------
     TransportError
         If the bindings, the driver or a GPU are missing (status ``NO_CUDA``), or if the driver
-        cannot be initialised (status: the driver's name of the error).
+        cannot be initialized (status: the driver's name of the error).
 
     Notes
     -----
     The function compares the bus IDs of all visible GPUs. ``cuDeviceGetByPCIBusId`` is not used,
     because its result for a GPU that is not visible is not documented. *Cost*: a few µs, once the
-    driver is initialised.
+    driver is initialized.
     """
     cuda = Cuda()
     for ordinal in range(int(cuda.call("cuDeviceGetCount"))):

@@ -121,7 +121,7 @@ def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
 
 
 class _Attempt:
-    """One end of a path or probe that is being connected, or at which a peer probes this rank."""
+    """State of this rank's end of a path or probe being connected, or of a probe by a peer."""
 
     __slots__ = ("deadline", "endpoint", "epoch", "expiry", "number", "offer", "pause")
 
@@ -196,7 +196,7 @@ class Connector:
     def obstacles(self, peer: int) -> list[str]:
         """Describe why paths to `peer` are not connected, one text per failed rail.
 
-        Any thread may call it. Rails without a failed attempt are left out.
+        Any thread may call this method. Rails without a failed attempt are left out.
         """
         failures = self._failures.copy()
         return [f"rail {key.rail}: {why}" for key, why in failures.items() if key.peer == peer]
@@ -267,7 +267,7 @@ class Connector:
     def tick(self, now: float, is_calm: bool = True) -> None:
         """End attempts that timed out, and send the offers and answers that are due.
 
-        For probes, this is done only if `is_calm`.
+        Probes are skipped unless `is_calm`.
 
         Parameters
         ----------
@@ -441,7 +441,7 @@ class Connector:
         self._on_joined(key.peer, key.rail, attempt.epoch, endpoint)
 
     def _failed(self, key: PathKey | ProbeKey, attempt: _Attempt, why: str) -> None:
-        """Close this end and schedule the next call, or the next answer to the same offer."""
+        """Close this end, and schedule a new offer (caller) or another answer to the same offer."""
         is_probe = isinstance(key, ProbeKey)
         if not isinstance(key, ProbeKey):
             self._failures[key] = why

@@ -73,7 +73,7 @@ class RankContext(NamedTuple):
 
     @property
     def joined(self) -> list[int]:
-        """RDMA rails: the two ends of a path exchange endpoint info, and are joined with it."""
+        """RDMA rails: to connect a path, its two ends exchange endpoint info (see `Connector`)."""
         return [rail for rail in range(self.nrails) if self.transport.joins(rail)]
 
     @property

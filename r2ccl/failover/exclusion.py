@@ -144,7 +144,7 @@ def _is_nic(name: str, nic: str) -> bool:
 
 
 def _is_host(hostname: str, host: str) -> bool:
-    """Return whether `host` is `hostname`, in full or up to its first dot."""
+    """Return whether `host` is `hostname`, or the part of `hostname` before the first dot."""
     return host in (hostname, hostname.partition(".")[0])
 
 

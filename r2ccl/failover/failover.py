@@ -121,8 +121,8 @@ class Failover:
             on_up=self._report_up,
             is_excluded=self._is_excluded,
         )
-        #: Own ports that went down and whose remaining paths, which no call waits for, are still to
-        #: be failed: rail to (evidence, time).
+        #: Own ports that went down, until their paths that no call waits for are failed too: rail
+        #: to (evidence, time at which the port went down).
         self._ports_down: dict[int, tuple[str, float]] = {}
         self._watch = Watch(self._config.suspicion_timeout_s)
         self._join_by_s = 0.0
@@ -197,8 +197,8 @@ class Failover:
     def connect_peers(self, peers: frozenset[int]) -> None:
         """Begin to connect data paths to `peers`, and ask them to do the same.
 
-        The caller then waits for the paths, and calls `joined` with the same ranks when it waits no
-        longer. Until then, paths that a peer closes as idle are connected again.
+        The caller then waits for the paths, and calls `joined` with the same ranks when it no
+        longer waits. Until then, paths that a peer closes as idle are connected again.
 
         If more than ``R2CC_MAX_CONNECTIONS`` (0: no limit) peers would be connected, first close
         the paths to the ranks in excess, least recently used first. Only idle paths are closed, and
@@ -211,7 +211,7 @@ class Failover:
             self.add_peer(peer)
 
     def joined(self, peers: frozenset[int]) -> None:
-        """Record that a call waits no longer for the paths to `peers`; see `connect_peers`."""
+        """Record that a call no longer waits for the paths to `peers`; see `connect_peers`."""
         self._joining.subtract(peers)
         self._joining = +self._joining
 

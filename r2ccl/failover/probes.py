@@ -1,7 +1,7 @@
 """Probes of ports, and detection of paths that make no progress.
 
-A TCP rail is probed without preparation. An RDMA rail needs a connection for each `ProbeKey`. This
-connection is begun once the paths are up or the time for connecting them is over, and made again
+A TCP rail is probed without preparation. An RDMA rail needs a connection for each `ProbeKey`. The
+connection is set up once the paths are up or the time for connecting them is over, and set up again
 after an unanswered probe, which breaks it.
 
 Not thread-safe. Invariant: every caller of `Probes.ask` gets exactly one result, unless the
@@ -26,7 +26,7 @@ class Probes:
     connector : Connector
         Makes the connections of probes.
     unjoined : iterable of ProbeKey
-        RDMA probes to connect at the first `join`.
+        RDMA probes that need a connection; the first `join` begins to connect them.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class Probes:
     ) -> None:
         self._transport = transport
         self._connector = connector
-        #: Probes that need a connection, to be begun by the next `join`.
+        #: RDMA probes that need a connection; the next `join` begins to connect them.
         self.unjoined = list(unjoined)
         #: Callbacks that wait for the result of a probe.
         self._asking: dict[ProbeKey, list[Callable[[Probed], None]]] = {}
 
     def ask(self, key: ProbeKey, on_answer: Callable[[Probed], None]) -> None:
-        """Probe `key`; later, once the outcome is known, ``on_answer(probed)`` is called once.
+        """Send the probe `key`; call ``on_answer(probed)`` once, when the outcome is known.
 
         If a probe of `key` is in flight, no second one is sent: its result counts for this call
         too.
@@ -51,7 +51,7 @@ class Probes:
             self._transport.probe(key)
 
     def join(self) -> None:
-        """Begin to make the connections of the `unjoined` probes, and clear the list."""
+        """Begin to connect the RDMA probes in `unjoined`, and clear that list."""
         unjoined, self.unjoined = self.unjoined, []
         for key in unjoined:
             self._connector.begin_probe(key)
@@ -98,7 +98,7 @@ class Watch:
         self._last: float | None = None
 
     def look(self, now: float, paths: Iterable[tuple[PathKey, object, bool]]) -> list[PathKey]:
-        """Update the silence of every path in `paths`, and return those to be suspected now.
+        """Update how long each path has been silent, and return the paths to suspect now.
 
         Parameters
         ----------
@@ -130,7 +130,7 @@ class Watch:
         return suspects
 
     def are_silent(self, paths: Iterable[PathKey]) -> bool:
-        """Return True if all `paths` are without progress for `suspicion_s`, or there are none."""
+        """Return whether all `paths` made no progress for `suspicion_s`; True for no paths."""
         return all(self._silent_s.get(path, 0.0) >= self._suspicion_s for path in paths)
 
 

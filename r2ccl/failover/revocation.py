@@ -30,7 +30,7 @@ from r2ccl.failover.migration.links import Links
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
-    """Control message: the communicator is revoked, and the reason.
+    """Control message that revokes the communicator and gives the reason.
 
     ``kind`` is the name of the error's class (empty: ``rank`` closed the communicator too early),
     ``rank`` the rank that found or caused the error, ``peer`` the rank that the error concerns (-1:
@@ -149,7 +149,7 @@ class Revocation:
     def give_up(self, error: R2cclError, kind: str = "", peer: int = -1) -> None:
         """End the communicator on this rank with `error`; if `kind` is given, tell all ranks.
 
-        Do nothing if it has ended already.
+        Do nothing if the communicator has ended already.
 
         Parameters
         ----------
@@ -220,7 +220,7 @@ class Revocation:
             self._announce(self.reason)
 
     def spread(self) -> None:
-        """Tell each neighbor which ranks are leaving, as far as learned since the last call.
+        """Send each neighbor a `Leaving` with the ranks that became known since the last call.
 
         A message leaves out its receiver and the receiver's neighbors: these have told the receiver
         themselves. Called at every tick, so that one message names several ranks, and before this

@@ -1,9 +1,9 @@
 """Compact form of a schedule: channels that run the same ops share one copy of them.
 
-Channels for which the schedule has the same tuple of ops (the same object) on every rank have the
-same *shape*. The ops of a shape are stored once, as *rows*; a row and a channel together identify
-an op of the schedule. The rows of one rank and shape are adjacent and in program order. A ring over
-1,024 ranks with eight channels has 33 million ops, but only 4 million rows.
+Two channels have the same *shape* if, on every rank, the schedule has the same tuple of ops (the
+same object) for both. The ops of a shape are stored once, as *rows*; a row and a channel together
+identify an op of the schedule. The rows of one rank and shape are adjacent and in program order. A
+ring over 1,024 ranks with eight channels has 33 million ops, but only 4 million rows.
 """
 
 from __future__ import annotations
@@ -117,10 +117,14 @@ def _rows(arrays: ScheduleArrays) -> Records:
 
 
 def _links(ops: npt.NDArray[np.void], other: Ints, lane: Ints, nranks: int) -> tuple[Records, Ints]:
-    """Return the messages, grouped by link, and the links."""
+    """Return ``messages`` and ``links`` of the `Program`.
+
+    Op ``i`` of `ops` is matched with op ``other[i]``; ``lane[i]`` is its shape number times
+    `nranks`, plus its rank.
+    """
     sends = np.flatnonzero(ops["kind"] == OpKind.SEND)
     key = lane[sends] * nranks + ops["peer"][sends]
-    order = np.argsort(key, kind="stable")  # stable: the order of a link is the program's
+    order = np.argsort(key, kind="stable")  # stable: keeps the program order in a link
     sends, key = sends[order], key[order]
     messages = np.empty(sends.size, MESSAGE_DTYPE)
     messages["send"] = sends
@@ -133,11 +137,11 @@ def _links(ops: npt.NDArray[np.void], other: Ints, lane: Ints, nranks: int) -> t
 
 
 class _Leaders:
-    """Generator of ops for the leaders only; the leader of a shape is its first channel.
+    """Generator of a schedule's ops that omits the ops of all channels except the leaders.
 
-    ``channels`` has the assumed leader of every channel. ``seen`` has the leader of every channel
-    according to the ranks generated so far: channels that differ on one of these ranks have
-    different leaders.
+    The leader of a shape is its first channel. ``channels`` has the assumed leader of every
+    channel. ``seen`` has the leader of every channel according to the ranks generated so far:
+    channels that differ on one of these ranks have different leaders.
     """
 
     def __init__(self, schedule: Schedule, channels: list[int]) -> None:

@@ -105,9 +105,10 @@ class PortRoutes(NamedTuple):
         return np.stack([egress, ingress])
 
     def _alive(self, table: Floats, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """Return each link's rail at its source and at its destination; -1 if it can use none.
+        """Return each link's rail at its source and at its destination; -1 if it has none.
 
-        If all rails of a node are modelled as one port, the rail is 0.
+        `source` and `target` are the nodes of the links' ends. If all rails of a node are modelled
+        as one port, the rail is 0.
         """
         is_up: Bools = np.asarray(table > 0)
         if self.has_node_ports:

@@ -1,9 +1,9 @@
-"""Division of a buffer into chunks, and of these into slices.
+"""Division of a buffer into chunks, and of the chunks into slices.
 
-The chunks are those of the executor, and so are the slices if their size is given. Every chunk has
-at least one slice; an empty chunk has one empty slice, which is sent too. One rule of the executor
-is not modelled: in a direct exchange, it does not divide small parts among the channels
-(``whole_nbytes`` of `r2ccl.planning.lowering.lower`).
+The chunks are the same as in the executor, and so are the slices if `Sizes.slice_nbytes` is given.
+Every chunk has at least one slice; an empty chunk has one empty slice, which is sent too. One rule
+of the executor is not modelled: in a direct exchange, the executor does not divide small parts
+among the channels (``whole_nbytes`` of `r2ccl.planning.lowering.lower`).
 """
 
 from __future__ import annotations

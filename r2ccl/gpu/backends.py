@@ -347,7 +347,10 @@ class BackendSelector:
         )
 
     def _homes_of(self, group: Sequence[int], affinity: NicAffinity | None) -> list[int]:
-        """Return the home rails of the GPUs of the ranks in `group`; empty if rails are sockets."""
+        """Return the transport's numbers of the rails that the ranks in `group` plan with.
+
+        These are the home rails of the ranks' GPUs. The list is empty if the rails are sockets.
+        """
         if affinity is None:
             return []
         homes = self._engine.homes
@@ -407,8 +410,8 @@ class BackendSelector:
     def _slot_nbytes(self) -> int:
         """Return the size in bytes of a `StagedBackend` slot and of half a `PeerMemory` area.
 
-        It is rounded up to whole vectors of kernels, because the second half of an area begins
-        there, and a GPU fails on an address that is not aligned.
+        The size is a multiple of the largest vector of the kernels, because the second half of an
+        area begins at this offset, and a GPU fails on a vector at an address that is not aligned.
         """
         nbytes = max(least_limit_nbytes(self._nranks), self._config.staging_nbytes // 2)
         return -(-nbytes // max(VECTORS)) * max(VECTORS)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from r2ccl.gpu.backends import GpuBackend, GpuKernels
     from r2ccl.gpu.pxn.transport import PxnTransport
 
-#: Function that opens the GPU with an ordinal and returns it with its kernels.
+#: Function that opens the GPU with a given ordinal, and returns the GPU and its kernels.
 OpenDevice: TypeAlias = "Callable[[int], tuple[Device, GpuKernels]]"
 #: Function that returns the backends for a GPU, in order of preference, for the calls that
 #: `CopiedBackend` does not execute; the last supports all these calls.
@@ -79,7 +79,7 @@ class _ActiveDevice(NamedTuple):
 
 
 class DeviceOutcome:
-    """Completion of one call on GPU memory; implements `Effects`.
+    """Completion of one call on GPU memory; implements `r2ccl.runtime.async_work.Effects`.
 
     After the GPU was closed, the call counts as done.
     """
@@ -93,7 +93,7 @@ class DeviceOutcome:
         self._stream = stream
 
     def is_done(self) -> bool:
-        """Return whether the device has finished the call, whose task must have ended."""
+        """Return whether the device has finished the call; the call's task must have ended."""
         return self._active.is_closed.is_set() or self._active.device.is_done(self._job.done)
 
     def synchronize(self, timeout_s: float) -> bool:

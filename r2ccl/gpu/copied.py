@@ -35,7 +35,8 @@ from r2ccl.types import PREFIXES
 def is_copied(request: Request) -> bool:
     """Return whether `CopiedBackend` executes a request on GPU memory; the same on all ranks.
 
-    All ranks' requests of a collective on GPU memory have parts, or none has.
+    The answer is the same on all ranks because, in a collective on GPU memory, either all ranks'
+    requests list parts or none does.
     """
     return request.parts is not None or request.signature.collective in PREFIXES
 

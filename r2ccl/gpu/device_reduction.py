@@ -32,7 +32,10 @@ from r2ccl.kernels.cuda.form import Form
 
 
 class ReductionKernels(Protocol):
-    """Loader and launcher of reduction kernels, such as `r2ccl.kernels.cuda.Launcher`."""
+    """Loader and launcher of reduction kernels, such as `r2ccl.kernels.cuda.Launcher`.
+
+    A `Form` specifies what a kernel computes.
+    """
 
     def prepare(self, form: Form) -> object:
         """Load the kernel of `form`, unless it is loaded; may wait for the device.
@@ -90,7 +93,9 @@ class _Batch(NamedTuple):
 
 
 class ReductionStream:
-    """Reductions and copies on one stream of a device; implements `Computer` for the data loop.
+    """Reductions and copies on one stream of a device; a `r2ccl.runtime.progress.Computer`.
+
+    A `Form` specifies what a kernel computes.
 
     Parameters
     ----------

@@ -53,7 +53,10 @@ from r2ccl.runtime.executor import LandingPool, LaneRun
 
 
 class GpuDirectJob(DeviceJob):
-    """A call that was begun; ``enter`` enters the collective and returns its plan."""
+    """A call that a `GpuDirectBackend` has begun.
+
+    ``enter`` enters the collective and returns its plan.
+    """
 
     enter: EnterCall
 

@@ -96,7 +96,10 @@ def connect_gpudirect(
 
 
 def _exchanged(why: str, allgather: AllgatherBytes) -> Iterator[str]:
-    """Yield for each rank why its NICs cannot access its GPU's memory; empty if they can."""
+    """Exchange `why` among all ranks, and yield the text of each rank, in rank order.
+
+    A rank's text is the reason why its NICs cannot access its GPU's memory; empty if they can.
+    """
     return map(unpack_text, allgather(pack_text(why, _REASON_NBYTES)))
 
 

@@ -198,7 +198,7 @@ class HierarchicalBackend(PeerBackend):
 
 
 def _summed(call: CallSignature) -> CallSignature:
-    """Return the call with SUM instead of AVG: the collective between nodes divides."""
+    """Return `call` with SUM instead of AVG, because the allreduce between the nodes divides."""
     op = ReduceOp.SUM if call.op == ReduceOp.AVG else call.op
     return msgspec.structs.replace(call, op=op)
 

@@ -80,7 +80,7 @@ _Job = TypeVar("_Job", bound=DeviceJob)
 
 
 class SignalledStream:
-    """Base class with a stream, a pool of events, and the word that callers' streams wait for.
+    """Base class with a stream, a pool of events, and a pinned word that callers' streams await.
 
     Parameters
     ----------
@@ -120,10 +120,10 @@ class SignalledStream:
         self._events: list[Event] = []
         #: Number of calls begun.
         self._number = 0
-        #: By stream, the event that is done when the stream has passed its last wait for the word.
-        #: A key is a stream and None. The handle `PER_THREAD` means another stream in each thread,
-        #: so its keys have an object of the thread instead of None. A thread's identifier would not
-        #: do, because a later thread may get the same one.
+        #: For each stream of a caller, the event that is done when the stream has passed its last
+        #: wait for the word. The key is the stream and None. The handle `PER_THREAD` stands for a
+        #: different stream in each thread, so its key has an object that belongs to the thread
+        #: instead of None; the identifier of a thread may be reused by a later thread.
         self._passed: dict[tuple[Stream, object], Event] = {}
         self._of_thread = threading.local()
         #: Held during `hold`, which several threads may call.
@@ -161,7 +161,7 @@ class SignalledStream:
             self._passed[key] = passed
 
     def _own_object(self) -> object:
-        """Return an object that only this thread has."""
+        """Return an object that belongs to this thread, for a key of `_passed`."""
         return self._of_thread.__dict__.setdefault("own", object())
 
     def _oldest_passed(self) -> Event:
@@ -237,7 +237,8 @@ class SignalledStream:
         is_over : callable
             ``is_over(seconds)`` waits up to `seconds` for the device; returns whether it is done.
         until_s : float
-            End of the wait by the clock: `_timeout_s` after the begin of the wait, or of the call.
+            Time on the clock at which the wait ends: `_timeout_s` after the start of the wait or
+            of the call.
         what : str
             What the device does, for the error.
 
@@ -274,10 +275,11 @@ class SignalledStream:
         return is_over
 
     def _let_go(self, timeout_s: float) -> bool:
-        """Let callers' streams pass all calls; wait for these streams and for the backend's stream.
+        """Let callers' streams continue, then wait for them and for the backend's stream.
 
-        The worker must be idle. `timeout_s` limits each wait, in seconds. Return True if all
-        streams are done; only then may the pinned memory with the word be freed.
+        Afterwards no stream waits for a call. The worker must be idle. `timeout_s` limits each
+        wait, in seconds. Return True if all streams are done; only then may the pinned memory with
+        the word be freed.
         """
         self._signal(self._number)
         return self._is_idle_in(timeout_s) and all(

@@ -217,7 +217,8 @@ class IpcBoard:
     def fail(self) -> None:
         """Tell the other ranks that this rank fails, and which rounds it has finished.
 
-        Later rounds end without this rank's part. Call it once, before anything makes them end.
+        Later rounds end without this rank's part. Call this method once, before this rank lets any
+        of them end.
         """
         done = int(self._words[self.index, _DONE // 4 + self.index])
         self._kept[self.index] = _HAS_FAILED | done
@@ -226,7 +227,8 @@ class IpcBoard:
     def failed_before(self, number: int) -> list[int]:
         """Return the indices of the ranks that failed before they finished round `number`.
 
-        Call it after the round has ended: the round then has the parts of all other ranks.
+        Call this method after the round has ended. All ranks that are not in the result have then
+        finished their parts of the round.
         """
         self._fence()
         words = enumerate(self._kept.tolist())

@@ -228,7 +228,7 @@ def _decode(received: bytes) -> _MachineReport | None:
 def _exchange(
     rank: int, nrails: int, report: bytes, allgather: AllgatherBytes
 ) -> tuple[int, list[bytes]]:
-    """Return the number of rails, and the encoded report of each rank.
+    """Exchange `report` among all ranks; return the number of rails, and each rank's report.
 
     A report above the size limit is returned as ``b""``. Raise InvalidArgument on all ranks if they
     have different numbers of rails, no rails, or too many.

@@ -103,7 +103,7 @@ class CallInfo(NamedTuple):
 
 
 class PeerJob(DeviceJob):
-    """A call that was begun.
+    """A call that a `PeerBackend` has begun.
 
     ``last`` is the number of the last round enqueued for the call; 0 before the first one.
     """
@@ -203,7 +203,7 @@ class PeerBackend(SignalledStream):
     sleep : callable
         ``sleep(seconds)`` lets other threads run.
     timeout_s : float
-        Longest wait of a call of `prepare`, `begin` or `finish`, in seconds.
+        Longest wait in `prepare`, `begin` or `finish`, in seconds.
     """
 
     #: Index of each kernel's first address in a table.
@@ -233,8 +233,8 @@ class PeerBackend(SignalledStream):
         #: This rank's index in the node, and the number of ranks in the node.
         self._at, self._nlocal = board.index, board.nlocal
         self._words = device.pin(board.memory)
-        #: Words that this rank's stream writes, and those that it waits for, before and after the
-        #: kernel of a round.
+        #: Addresses of the words that this rank's stream writes, and of those that it waits for:
+        #: before the kernel of a round, and after the kernel.
         self._ready = self._words_of(board.ready_at)
         self._done = self._words_of(board.done_at)
         self._tables = device.allocate_pinned(_NTABLES * _TABLE_NBYTES)
@@ -417,7 +417,7 @@ class PeerBackend(SignalledStream):
         self._kernels.prepare_from_table(call, *_operands(call.collective, self._nlocal))
 
     def _enqueue_new(self, job: PeerJob, packed: tuple[bytes, ...], until_s: float) -> None:
-        """Enqueue the work of a call for which `_repeated` has no addresses."""
+        """Enqueue the work of a call that has no entry in `_repeated`."""
         infos = [CallInfo.unpack(each) for each in packed]
         self._require_same(infos)
         for at, info in enumerate(infos):
@@ -632,11 +632,11 @@ class PeerBackend(SignalledStream):
         """Let this rank's stream continue without the other ranks, because the communicator ends.
 
         Kernels that have not run do nothing, and calls that are not complete fail with `error`. The
-        host sets the words for which this rank's stream waits to the number of its last round. The
-        stream of another rank may still overwrite them with lower numbers, until that rank calls
-        this method, too: each rank enqueues a last write, of a number above that of any round, to
-        its own words in the sections of all ranks, whose streams then no longer wait for it. The
-        other ranks have been told before that this rank fails (`_error_of_others`).
+        host sets the words for which this rank's stream waits to the number of the last round.
+        Streams of other ranks may still overwrite these words with lower numbers, until those ranks
+        call this method, too. A rank that calls it first tells the other ranks that it fails
+        (`_error_of_others`). Last, the rank enqueues a write to its own words in the sections of
+        all ranks, with a number above that of any round, so that no stream waits for this rank.
         """
         if self._broken is None:
             self._board.fail()

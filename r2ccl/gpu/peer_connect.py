@@ -136,7 +136,7 @@ def _release(attempt: _Attempt) -> None:
 
 
 def _offer(attempt: _Attempt) -> tuple[str, IpcBoard | None]:
-    """Export this rank's area, create the node's file on its first rank, and call `_agree`.
+    """Export this rank's area; on the node's first rank, create its file; call `_agree`.
 
     Return an empty string and the board. If a rank failed, return a reason and None on all ranks.
     """

@@ -9,8 +9,9 @@ from r2ccl.runtime.engine import Engine
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature
 
-#: Function that enters a collective (`Engine.enter`) and returns its plan. The second argument is a
-#: user-defined schedule for the plan, or None.
+#: Function that enters a collective, which means to wait for the health to plan it with
+#: (`Engine.enter`), and returns its plan. The second argument is a user-defined schedule for the
+#: plan, or None.
 EnterCall = Callable[[CallSignature, Schedule | None], Plan]
 
 

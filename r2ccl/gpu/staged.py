@@ -46,7 +46,7 @@ class _Rows(NamedTuple):
 
 
 class StagedJob(DeviceJob):
-    """A call that was begun.
+    """A call that a `StagedBackend` has begun.
 
     ``enter`` enters the collective of a window and returns its plan. If ``widest`` is larger than
     the number of elements of the call, the call has as many windows as a call of ``widest``

@@ -68,8 +68,8 @@ class StagingBuffers:
         self._memory = memory
         self._rank = rank
         self._nranks = nranks
-        #: Whether NICs can access an array, by the numbers of the allocations of its first and its
-        #: last byte.
+        #: True if NICs can access an array, by the `Device.buffer_id` of the allocations with the
+        #: first and the last byte of the array.
         self._reached: dict[tuple[int, int], bool] = {}
 
     def are_ready(self, call: DeviceCall) -> bool:

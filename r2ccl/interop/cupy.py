@@ -268,7 +268,7 @@ class Backend:
         self.communicator.alltoall(in_array, out_array, stream=stream)
 
     def barrier(self) -> None:
-        """Block the calling thread until all ranks have called `barrier`, like CuPy's."""
+        """Block the calling thread until all ranks have called `barrier`, as in CuPy."""
         self.communicator.barrier()
 
     def stop(self) -> None:
@@ -356,7 +356,7 @@ def _op(name: str) -> ReduceOp:
 
 
 def _first(name: str, array: Any, count: int) -> Any:
-    """Return `array` if it has `count` elements, otherwise a flat view of its first `count`."""
+    """Return `array` if it has `count` elements, else a flat view of its first `count` elements."""
     if array.size == count:
         return array
     if not 0 <= count <= array.size:

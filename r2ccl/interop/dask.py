@@ -40,7 +40,7 @@ from r2ccl.interop.rank_exchange import RankExchange, named_ranks
 #: Period in seconds at which `run` looks for workers that have left, and the first timeout of
 #: fetching a result.
 _PERIOD_S = 0.5
-#: Errors of a rank that usually follow from the error of another one.
+#: Errors of a rank that usually follow from the error of another rank.
 _CONSEQUENCES = (PeerLost, CommunicatorRevoked, TransportTimeout)
 
 
@@ -67,9 +67,9 @@ def run(
         Addresses of workers, in rank order. Each needs a free thread, in which `function` runs as a
         task. Default: all workers, sorted by address.
     on_error : {"raise", "return"}
-        What `run` does with exceptions of ranks, once all ranks have ended. "raise": raise one of
-        them, preferably the cause of the others. "return": return each in place of the result of
-        its rank.
+        Handling of the exceptions of ranks, once all ranks have ended. "raise": raise one
+        exception, preferably the cause of the others. "return": return each exception in place of
+        the result of its rank.
     **settings
         Fields of `Config`; they take precedence over the ``R2CC_*`` variables of the workers.
 
@@ -88,7 +88,7 @@ def run(
     R2cclError
         If a worker leaves the cluster before its rank has ended.
     Exception
-        Whatever `function` or `r2ccl.init` raises on a rank.
+        Any exception that `function` or `r2ccl.init` raises on a rank.
 
     Notes
     -----
@@ -169,7 +169,7 @@ def _outcomes(client: Client, futures: Sequence[Future], workers: Sequence[str])
                 try:
                     outcomes[rank] = _outcome(futures[rank], fetch_s)
                 except TimeoutError:
-                    # The result is large, or its worker has left, so that the task is not done now.
+                    # The result is large, or its worker has left and the task is pending again.
                     fetch_s *= 2
             elif workers[rank] not in left:
                 # Dask keeps the task of this worker until a worker with its address joins.
@@ -204,7 +204,7 @@ def _run_rank(
     rank: int,
     settings: _Masked,
 ) -> Any:
-    """Connect to the other ranks and call `function`; the task of a worker."""
+    """Connect to the other ranks, call `function` and return its result, as a task of a worker."""
     config = Config.from_env(os.environ, **settings.value)
     ranks = DaskRanks(group, nranks, rank, config.init_timeout_s)
     try:

@@ -1,8 +1,8 @@
-"""`RankExchange`: base of the objects through which ranks meet, for `r2ccl.init`.
+"""`RankExchange`: base class of the objects through which ranks exchange values in `r2ccl.init`.
 
 `r2ccl.init` accepts any object with the methods of this class, such as a communicator of mpi4py.
-Through the object, the ranks exchange the address of rank 0, and the secret of the job unless every
-rank has it already.
+The ranks use the object to exchange the address of rank 0, and the secret of the job unless every
+rank already has the secret.
 """
 
 from __future__ import annotations

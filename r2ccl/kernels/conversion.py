@@ -137,7 +137,7 @@ def premul_sum(factor: complex) -> ConvertedOp:
     Returns
     -------
     ConvertedOp
-        The ``op`` of any reduction of `Communicator` on host memory.
+        Value for the ``op`` of any reduction of `Communicator` on host memory.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def accumulate_float32(op: ReduceOp | ConvertedOp = ReduceOp.SUM) -> ConvertedOp
     Returns
     -------
     ConvertedOp
-        The ``op`` of any reduction of `Communicator` on host memory.
+        Value for the ``op`` of any reduction of `Communicator` on host memory.
 
     Raises
     ------

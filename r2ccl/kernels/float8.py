@@ -67,7 +67,11 @@ def map_of(
 
 
 def make_pair_lookup() -> Callable[..., int]:
-    """Return the loop that looks up pairs of elements, for `r2ccl.kernels.native`."""
+    """Return the loop that looks up pairs of elements, for `r2ccl.kernels.native`.
+
+    ``look_up(left, right, out, count, table)`` takes the addresses of three arrays of `count`
+    elements and of a table. The result for elements x and y, as bits, is ``table[256 * x + y]``.
+    """
     from r2ccl.kernels.compiling import pointer  # imports Numba
 
     def look_up(left: Any, right: Any, out: Any, count: Any, table: Any) -> int:
@@ -81,7 +85,11 @@ def make_pair_lookup() -> Callable[..., int]:
 
 
 def make_lookup() -> Callable[..., int]:
-    """Return the loop that looks up single elements, for `r2ccl.kernels.native`."""
+    """Return the loop that looks up single elements, for `r2ccl.kernels.native`.
+
+    ``look_up(source, out, count, table)`` takes the addresses of two arrays of `count` elements and
+    of a table. The result for an element x, as bits, is ``table[x]``.
+    """
     from r2ccl.kernels.compiling import pointer  # imports Numba
 
     def look_up(source: Any, out: Any, count: Any, table: Any) -> int:

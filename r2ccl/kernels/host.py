@@ -1,7 +1,7 @@
 """Reductions in host memory: with NumPy, or with compiled loops for 16-bit and 8-bit floats.
 
-`reducer` and `divider` load the compiled loop of a 16-bit or 8-bit float themselves, not the
-functions that they return, so that this happens during planning and not between two slices.
+For 16-bit and 8-bit floats, `reducer` and `divider` load the compiled loop; the functions that they
+return only call it. The loop is thus loaded during planning and not between two slices.
 
 Invariant: a kernel keeps no state, allocates no memory that grows with the message, and accepts
 `left` or `right` itself as `out`.
@@ -42,8 +42,9 @@ def _maximum(left: Array, right: Array, out: Array) -> None:
 def _float_extreme(dtype: np.dtype[Any], op: ReduceOp) -> Reducer:
     """Return the function for MIN or MAX of a block of floats, with -0 below +0.
 
-    Of two zeros, NumPy returns one that depends on the processor. The sign bit of the lower one is
-    the disjunction of both, that of the higher one the conjunction; all other bits are equal.
+    If both operands are zero, the sign of NumPy's result depends on the processor. The sign bit of
+    the minimum is the OR of the two sign bits, and that of the maximum is the AND; all other bits
+    of the operands are equal.
     """
     is_min = op is ReduceOp.MIN
     choose, merge = (_minimum, np.bitwise_or) if is_min else (_maximum, np.bitwise_and)
@@ -70,10 +71,11 @@ def _complex_product(left: Array, right: Array, out: Array) -> None:
 
 
 def _with_one_nan(combine: Reducer, dtype: np.dtype[Any]) -> Reducer:
-    """Return `combine` for floats or complex numbers, with the quiet NaN for every NaN.
+    """Return a reducer like `combine`, but with the quiet NaN for every NaN in the result.
 
-    Of two NaNs, NumPy and compiled loops return one that depends on where slices are cut and on
-    whether the call is in place: ranks that add the same numbers would get different bits.
+    `dtype` is a float or complex dtype. If both operands are NaN, the bits that NumPy and compiled
+    loops return depend on where slices are cut and on whether the call is in place. Ranks that add
+    the same numbers would then get different bits.
     """
     real = np.empty(0, dtype).real.dtype
 
@@ -95,7 +97,7 @@ def _with_one_nan(combine: Reducer, dtype: np.dtype[Any]) -> Reducer:
 
 
 def _pair_reducer(dtype: np.dtype[Any], op: ReduceOp) -> Reducer:
-    """Return the function that keeps the pair with the better value; see `reducer`."""
+    """Return the function for MINLOC or MAXLOC of (value, index) pairs; see `reducer`."""
     is_better = np.less if op is ReduceOp.MINLOC else np.greater
     raw = raw_dtype(dtype)
 
@@ -162,8 +164,8 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
     -----
     Integers wrap. MIN and MAX give NaN if either operand is NaN; -0 is below +0. Except in pairs, a
     result that is NaN has the bits of the quiet NaN, whatever NaNs the operands are. MINLOC and
-    MAXLOC give the pair whose value is NaN, if there is one. Of two pairs with equal values, or
-    with NaN in both, they keep the pair with the lower index. 16-bit and 8-bit floats are computed
+    MAXLOC give the pair whose value is NaN, if there is one. If the values of two pairs are equal
+    or both NaN, they keep the pair with the lower index. 16-bit and 8-bit floats are computed
     in float32 and rounded to their own type at every step. NumPy warns about overflow and invalid
     values in float32, float64 and complex, so call the function inside `quiet_context`.
 

@@ -136,8 +136,8 @@ def address_of(maker: str, *given: Any) -> int:
 def callable_of(maker: str, *given: Any) -> Callable[..., int]:
     """Return a Python function that calls the C function of `maker` without the GIL.
 
-    Its arguments and its result are 64-bit integers. Parameters and errors are those of
-    `address_of`.
+    The arguments and the result of the returned function are 64-bit integers. Parameters and errors
+    are those of `address_of`.
     """
     return _as_builtin(_addresses_of(maker, given)[1], maker)
 
@@ -146,7 +146,7 @@ def method_of(maker: str, owner: Any, *given: Any) -> Callable[..., Any]:
     """Return a Python function that calls the C function of `maker` with the GIL.
 
     The C function takes the address of the object `owner`, the address of a table with the
-    addresses of the arguments, which are positional, and their number. It returns the address of
+    addresses of the positional arguments, and the number of arguments. It returns the address of
     a new reference to the result, or 0 if it has set an exception.
 
     Parameters
@@ -191,7 +191,7 @@ class _Linker:
         return _linkers.get(0) or _linkers.setdefault(0, _Linker())
 
     def load(self, code: MachineCode) -> Any:
-        """Load `code`, unless it is loaded already; return the engine, which knows its addresses.
+        """Load `code`, unless it is loaded already; return the engine, for its addresses.
 
         Raises
         ------
@@ -388,7 +388,7 @@ def _path_of(module: str) -> str:
 
 @functools.cache
 def _directory() -> Path | None:
-    """Return the directory of the files; None if there is none that this user owns and can write.
+    """Return the directory of the files; None if no candidate belongs to this user and is writable.
 
     A missing directory is made.
     """

@@ -30,7 +30,7 @@ def type_of(instance: Any) -> Any:
 
 @inlined
 def data_at(array: Any) -> Any:
-    """Return the address of the data of `array`, an array of NumPy."""
+    """Return the address of the data of `array`, a NumPy array."""
     return pointer(array + DATA, types.int64)[0]
 
 
@@ -78,13 +78,13 @@ def dict_item(typing_context: Any, items: Any, key: Any) -> Any:
 
 @intrinsic
 def owner_of(typing_context: Any, function: Any) -> Any:
-    """Return the owner of a function of `r2ccl.kernels.native.method_of`."""
+    """Return the ``owner`` of a function that `r2ccl.kernels.native.method_of` returned."""
     return types.int64(types.int64), _calling("PyCFunction_GetSelf")
 
 
 @intrinsic
 def _attribute(typing_context: Any, instance: Any, name: Any) -> Any:
-    """Return a new reference to an attribute; 0 if there is none, and an exception is set."""
+    """Return a new reference to an attribute; if there is none, set an exception and return 0."""
     return types.int64(types.int64, types.int64), _calling("PyObject_GetAttr")
 
 
@@ -92,7 +92,8 @@ def _attribute(typing_context: Any, instance: Any, name: Any) -> Any:
 def has_value(instance: Any, name: Any, value: Any) -> Any:
     """Return whether the attribute `name` of `instance`, which must exist, is the object `value`.
 
-    Another object must hold the value of the attribute.
+    The value of the attribute must have other references, because the one that this function gets
+    is dropped before the comparison.
     """
     found = _attribute(instance, name)
     drop_reference(found)
@@ -101,7 +102,10 @@ def has_value(instance: Any, name: Any, value: Any) -> Any:
 
 @intrinsic
 def set_attribute(typing_context: Any, instance: Any, name: Any, value: Any) -> Any:
-    """Set an attribute whose class does not intercept this."""
+    """Set attribute `name` of `instance` to `value`; return 0, or -1 if this set an exception.
+
+    The class of `instance` must not run Python code for this: no ``__setattr__``, no property.
+    """
     kind = types.int64(types.int64, types.int64, types.int64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -131,7 +135,7 @@ def _check_signals(typing_context: Any) -> Any:
 
 @intrinsic
 def stack_words(typing_context: Any) -> Any:
-    """Return the address of eight words of this call of the compiled function.
+    """Return the address of eight words on the stack, valid until the compiled function returns.
 
     Each place in the code that calls this function has its own words.
     """

@@ -24,7 +24,7 @@ from r2ccl.types import ORDERED_OP, USER_OP
 
 
 class UserOp:
-    """Reduction with a function of the user; made by `user_op`.
+    """User-defined reduction, made by `user_op`.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class UserOp:
 
 
 def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: bool = True) -> UserOp:
-    """Return a reduction with a function of the user.
+    """Return a reduction that combines data with a function of the user.
 
     Parameters
     ----------
@@ -317,7 +317,7 @@ def _facts_of_code(code: CodeType) -> Iterator[object]:
             yield sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 
-#: Operations made in this process, by digest; of those with equal digests, the newest.
+#: Operations made in this process, by digest; the newest one for each digest.
 _MADE: dict[int, UserOp] = {}
 
 __all__ = ["UserOp", "user_op", "user_reducer"]

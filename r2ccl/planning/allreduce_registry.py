@@ -87,9 +87,10 @@ class Terms(NamedTuple):
         ]
 
     def rooms(self, edges: int) -> list[int]:
-        """Return for each node how many edges its ports can take together.
+        """Return, for each node, the number of edges that all its ports together can take.
 
-        A port with usable share s takes ``edges * s // WHOLE`` edges: `edges` if s is `WHOLE`.
+        A port whose usable share is s takes ``edges * s // WHOLE`` edges; a port with its full
+        bandwidth takes `edges`.
         """
         return [sum(edges * share // WHOLE for share in row) for row in self.usable]
 
@@ -113,7 +114,7 @@ class Terms(NamedTuple):
 
     @property
     def is_joined(self) -> bool:
-        """True if every two nodes are connected, directly or over other nodes, by home rails."""
+        """True if home rails that are up connect all nodes, directly or over other nodes."""
         parts: list[int] = []
         for mask in set(self.masks):
             joined = mask
@@ -130,7 +131,7 @@ class Terms(NamedTuple):
     def is_sparse(self) -> bool:
         """True if `is_joined`, but some two nodes have little bandwidth on common home rails.
 
-        Little is at most half of what the poorer of the two has on all its home rails.
+        Little means at most half of the bandwidth that the poorer node has on all home rails.
         """
         if not self.is_joined:
             return False
@@ -145,7 +146,10 @@ class Terms(NamedTuple):
         return lambda a, b: bool(masks[a] & masks[b])
 
     def rank_meets(self) -> Reach:
-        """Return ``reach(a, b)``, true if ranks `a` and `b` share a node or their nodes meet."""
+        """Return ``reach(a, b)``, true if ranks `a` and `b` can be neighbours.
+
+        They can if they share a node, or if their nodes have a common home rail that is up.
+        """
         masks = self.masks
         node_of = {rank: node for node, team in enumerate(self.teams) for rank in team}
         return lambda a, b: node_of[a] == node_of[b] or bool(masks[node_of[a]] & masks[node_of[b]])
@@ -281,7 +285,7 @@ def _disseminations(terms: Terms) -> Iterator[Candidate]:
 
 
 def at_home(flows: Flows, terms: Terms) -> tuple[EdgeAtHome, ...]:
-    """Return the edges of `flows`, with home rail ``c % nhomes`` for the edges of channel c.
+    """Return the edges of `flows`; those of channel c are placed on home rail ``c % nhomes``.
 
     Return () unless all ports have the same share, above 0.
     """
@@ -396,7 +400,7 @@ def _optcc(terms: Terms) -> Iterator[Candidate]:
         yield Candidate("optcc", optcc.allreduce(terms.bandwidths, _CHUNKS, 3 * terms.nhomes))
 
 
-#: Functions that yield the candidates of each family, over nodes.
+#: For each family, the function that yields its candidates over nodes.
 FAMILIES: dict[str, Callable[[Terms], Iterator[Candidate]]] = {
     "recursive_doubling": _recursive_doubling,
     "one_shot": _one_shot,
@@ -430,8 +434,8 @@ _PACKED_BY_PORTS, _ALWAYS_BY_PORTS = 12, 6
 MOST_TREES_PER_HOME = 8
 #: Maximum number of edges at a port with its full bandwidth.
 MOST_EDGES = 16
-#: Factors of the least time that `_counts_of_trees` accepts: up to `_MANY_NODES` nodes, and for
-#: more nodes with a tight and a loose fit.
+#: Multiples of the least time that `_counts_of_trees` accepts: `_EVEN` up to `_MANY_NODES` nodes;
+#: for more nodes, `_TIGHT` with a tight fit and `_LOOSE` with a loose one.
 _EVEN = tuple(Fraction(each, 100) for each in (100, 101, 103, 107))
 _TIGHT, _LOOSE = (Fraction(101, 100),), (Fraction(107, 100),)
 #: Channels of a leaf ring per home rail, below `_LARGE_RING` nodes; more channels spread edges more

@@ -1,9 +1,10 @@
 """Bandwidth samples: which calls of a communicator run as rings or chains to measure its rails.
 
 The traffic of a port shows its bandwidth only if one peer sends to it, as in rings and chains. A
-call whose fastest schedule is another one is a *candidate*: it can run as a *sample*, which takes
-longer. One collective alone is too short for a clear result, so samples come in *windows* of
-`_WINDOW` consecutive candidates.
+call that can run as a ring or chain, but whose fastest schedule is another one, is a *candidate*.
+If it runs as a ring or chain all the same, which takes longer, it is a *sample*. One collective
+alone is too short for a clear result, so samples come in *windows* of `_WINDOW` consecutive
+candidates.
 
 Only candidates are counted, because a program may make the same few calls in every step: if all
 calls were counted, windows could always, or never, meet the same calls of a step.
@@ -11,9 +12,10 @@ calls were counted, windows could always, or never, meet the same calls of a ste
 Invariant: all ranks select the same calls. The decisions depend only on the candidates, their
 costs and the versions of the health, which are equal on all ranks, and not on other calls. A rank
 may therefore leave out `BandwidthSamples.take` for other calls, with the exception described at
-`BandwidthSamples.op`. It does so if compiled code repeats a call without a new plan, and for all
-numbers but the first of a call in two levels, which uses one number per chunk. If a rank passes a
-call to `take` and then does not make it, its next `take` has the same number and replaces this one.
+`BandwidthSamples.op`. It does so if compiled code repeats a call without a new plan. A call in two
+levels uses one collective number per chunk; `take` is called for the first of them only. If a rank
+passes a call to `take` but then does not make the call, its next `take` has the same number and
+replaces the earlier one.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from typing import NamedTuple
 
 
 class SampleCost(NamedTuple):
-    """Predicted times of a candidate: that of its fastest schedule, and what a sample adds to it.
+    """Predicted time of a candidate with its fastest schedule, and the extra time of a sample.
 
-    Both are in ns; the first is positive, the second is not negative.
+    Both are in ns; `usual_ns` is above 0, `extra_ns` is at least 0.
     """
 
     usual_ns: int
@@ -39,10 +41,10 @@ class _Count(NamedTuple):
     age : int
         Number of candidates.
     since_window : int or None
-        Number of candidates since the last window began; None: none has begun.
+        Number of candidates since the last window began; None if no window has begun.
     saved_ns : int
-        `_BUDGET` times the time, in ns, that samples may add now; negative if they have added more
-        than they may. Every candidate adds its usual time.
+        `_BUDGET` times the extra time, in ns, that samples may take now; negative if past samples
+        have taken more than they may. Every candidate raises it by its `usual_ns`.
     """
 
     age: int = 0
@@ -51,7 +53,7 @@ class _Count(NamedTuple):
 
 
 class BandwidthSamples:
-    """Selection of the calls of one communicator that are samples.
+    """Selector of the calls of one communicator that run as samples.
 
     Samples are frequent soon after the health changed, because it may change back. Later they cost
     at most 1 % of the predicted time of the candidates, but are not rarer than `_RAREST` allows.
@@ -67,15 +69,15 @@ class BandwidthSamples:
 
     def __init__(self) -> None:
         self.version = -1
-        #: Smallest distance of windows: the number of candidates from the first of one to the first
-        #: of the next.
+        #: Smallest distance of two windows, in candidates, from the start of one to the start of
+        #: the next.
         self._distance = 0
         self.op = -1
         #: Counts before and after the call of the last `take`.
         self._before = self._after = _Count()
 
     def begin(self, version: int, *, is_slow: bool) -> None:
-        """Start a new count with the next call, the first candidate with a new health.
+        """Start a new count; the next call is the first candidate since the health changed.
 
         Parameters
         ----------

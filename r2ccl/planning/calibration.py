@@ -22,8 +22,8 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     ----------
     time_ns : callable
         ``time_ns(nbytes, n)`` runs ``max(2, n)`` consecutive allreduces of `nbytes` each. It
-        returns the time of the fastest in ns, without the first one, in which TCP windows are still
-        small and token buckets full. It must return the same value on all ranks.
+        returns the time of the fastest in ns, excluding the first, during which TCP windows are
+        still small and token buckets full. It must return the same value on all ranks.
     of : callable
         ``of(nbytes)`` returns the `Choice` of an allreduce of `nbytes`.
 
@@ -31,7 +31,7 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     -------
     Rates
         Equal on all ranks. `UNMEASURED` if some neighbours in the large allreduce share no home
-        rail, because the rails that it used are then unknown.
+        rail, because the rails that the allreduce used are then unknown.
 
     Notes
     -----

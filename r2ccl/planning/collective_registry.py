@@ -118,10 +118,10 @@ def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
     in the result may have no common home rail.
 
     Nodes keep their order if every two neighbours share the whole usable bandwidth of the poorer
-    one. Otherwise degraded nodes are spread among healthy ones, and among few nodes pairs are
-    swapped, if that raises the least bandwidth that two neighbours share. With `keeps_order`, the
-    result is the rank order if every two neighbours in it share a node or have a common home rail,
-    or if home rails do not connect all nodes.
+    one. Otherwise, if that raises the least bandwidth that two neighbours share, degraded nodes are
+    spread among healthy ones and, with few nodes, pairs of nodes are swapped. With `keeps_order`,
+    the result is the rank order if every two neighbours in it share a node or have a common home
+    rail, or if home rails do not connect all nodes.
     """
     if keeps_order:
         reach, nranks = terms.rank_meets(), sum(map(len, terms.teams))
@@ -176,7 +176,7 @@ def _swapped(order: tuple[int, ...], terms: Terms, wide: Sequence[int]) -> tuple
 
 
 def _dealt_out(terms: Terms) -> tuple[int, ...]:
-    """Return the nodes with the degraded ones spread evenly among the healthy ones."""
+    """Return an order of the nodes that spreads degraded nodes evenly among healthy ones."""
     whole: list[int] = []
     poor: list[int] = []
     for node, row in enumerate(terms.shares):
@@ -235,13 +235,13 @@ def _prefixes(terms: Terms, *, is_exclusive: bool, is_chain: bool) -> Iterator[C
 
 
 def _turns_at_home(flows: Flows, nchannels: int, terms: Terms) -> tuple[EdgeAtHome, ...]:
-    """Return the edges between nodes, placed by `at_home`, of the channels that load rails alike.
+    """Place the edges between nodes with `at_home`, for as many channels as load all rails alike.
 
     All channels have equal edges, so equally many channels per rail load all rails alike, and no
     search finds a better placement. If `nchannels` is no multiple of the number of home rails, the
-    result leaves out the channels beyond the last multiple and, if edges differ in load, as many
-    channels before them as there are home rails: fewer could not even out the loads. The edges of
-    these last channels are to be placed one by one.
+    result leaves out the channels beyond the last multiple. If, in addition, edges differ in load,
+    it leaves out as many more channels as there are home rails, because fewer could not even out
+    the loads. The caller places the edges of the channels left out one by one.
     """
     node_of = {rank: node for node, team in enumerate(terms.teams) for rank in team}
     rest = nchannels % terms.nhomes
@@ -255,7 +255,7 @@ def _turns_at_home(flows: Flows, nchannels: int, terms: Terms) -> tuple[EdgeAtHo
 
 
 def _crossings(order: Sequence[int], terms: Terms) -> int:
-    """Return the largest number of times that a ring of ranks in `order` leaves one node."""
+    """Return the largest number of times that a ring of ranks in `order` leaves the same node."""
     node_of = {rank: node for node, team in enumerate(terms.teams) for rank in team}
     nodes = [node_of[rank] for rank in order]
     left = Counter(node for node, after in pairwise([*nodes, nodes[0]]) if node != after)

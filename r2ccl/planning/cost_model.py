@@ -215,7 +215,7 @@ def _placed(
     health: Health,
     nodes: Sequence[int],
 ) -> Placement:
-    """Return the placement of the candidate's `edges`, and of all channels without any there."""
+    """Place channels that have edges in ``candidate.edges`` as given, the others edge by edge."""
     schedule, given = candidate.schedule, candidate.edges
     channels = {edge[0] for edge in given}
     if not given:
@@ -242,7 +242,7 @@ def _of_nodes(health: Health, nodes: Sequence[int]) -> Health:
 
 
 def of_one_wire(health: Health, homes: Sequence[int]) -> Health:
-    """Return the health with a single rail, on which each rank has its largest share of `homes`."""
+    """Return `health` with one rail, on which each rank has its largest share on any of `homes`."""
     shares = bytes(max(health.share(rank, rail) for rail in homes) for rank in range(health.nranks))
     return msgspec.structs.replace(health, nrails=1, shares=shares, excluded=())
 

@@ -156,7 +156,7 @@ class _Colouring:
 
 
 def _least(ends: Sequence[tuple[int, int]], shares: Mapping[int, Sequence[int]]) -> int:
-    """Return a lower bound of the number `edges` (see the module)."""
+    """Return a lower bound for the number `edges` (see the module)."""
     counts = Counter(vertex for both in ends for vertex in both)
     most = 0
     for vertex, count in counts.items():
@@ -171,7 +171,7 @@ def _least(ends: Sequence[tuple[int, int]], shares: Mapping[int, Sequence[int]])
 def _walked(end: _Excess, came: Mapping[_Excess, _Step | None]) -> dict[int, int]:
     """Return the new colour of each edge on the path to `end`.
 
-    Returns an empty dict if the path passes an edge or a vertex twice.
+    Return an empty dict if the path passes an edge or a vertex twice.
     """
     steps: dict[int, int] = {}
     vertices = {end[0]}

@@ -54,7 +54,7 @@ def carried(flows: Flows) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
 
 
 def flows_of(schedule: Schedule) -> Flows:
-    """Return the flows of any schedule, by generating the ops of all ranks and adding them up."""
+    """Return the flows of any schedule, added up from the generated ops of all ranks."""
     ops = as_arrays(schedule).ops
     sends = ops[ops["kind"] == OpKind.SEND]
     common = math.lcm(*schedule.nchunks)

@@ -154,7 +154,10 @@ def _in_proportion(schedule: Schedule, flows: Flows, fabric: Fabric, health: Hea
 
 
 def _dealt(shares: Sequence[int], turn: int, count: int) -> list[int]:
-    """Return rails for `count` channels, in proportion to `shares`; ties start at rail `turn`."""
+    """Return a rail for each of `count` channels, in proportion to the rails' `shares`.
+
+    Of equally good rails, the first one at or after rail `turn`, cyclically, is taken.
+    """
     width = len(shares)
     if not any(shares):  # routing chooses the path
         return [(turn + number) % width for number in range(count)]

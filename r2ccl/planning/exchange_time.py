@@ -1,4 +1,4 @@
-"""Time of an alltoall that places each channel on one rail for all pairs, without its flows.
+"""Time of an alltoall with one rail per channel for all pairs, computed without its flows.
 
 The load that two ranks exchange on each rail depends only on the shares of their nodes' ports.
 Nodes whose ports have equal shares are of one *kind*, and the loads are added up per kind instead

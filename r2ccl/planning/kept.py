@@ -1,15 +1,15 @@
 """Results of planning that are kept for later calls, as long as the health may still be in use.
 
-Invariant: the first result of a new version of the health drops those of all versions except the
-previous one, which may still be in use, by calls that ranks entered before they agreed on the new
-version.
+Invariant: when the first result for a new version of the health is kept, the results of all older
+versions except the previous one are dropped. The previous version may still be in use, by calls
+that ranks entered before they agreed on the new one.
 """
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
-#: Version of the health, and whatever else a result depends on.
+#: Key of a result: the version of the health, followed by all else that the result depends on.
 Key = TypeVar("Key", bound=tuple[int, *tuple[Any, ...]])
 Value = TypeVar("Value")
 

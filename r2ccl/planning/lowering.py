@@ -161,10 +161,11 @@ def lower(
         part that travels on other channels. A receiver that expects another size then learns this
         without waiting for the part.
     clears_busy_links : bool
-        If True, and `whole_nbytes` is 0, nothing but empty chunks is sent eagerly on links on which
-        such ops would send more than four times `eager_nbytes`, and a slice of more than a quarter
-        of it. This is faster on loopback. A network with a long round trip needs more slices under
-        way than there are landing places. Equal on all ranks.
+        If True and `whole_nbytes` is 0, only empty chunks are sent eagerly on busy links. A link is
+        busy if more than ``4 * eager_nbytes`` bytes would be sent eagerly on it, and one of these
+        slices has more than ``eager_nbytes / 4`` bytes. This is faster on loopback; a network with
+        a long round trip needs more slices under way than there are landing places. Must be equal
+        on all ranks.
 
     Raises
     ------
@@ -326,12 +327,12 @@ def _place(
 def _clear_busy_links(
     steps: tuple[Step, ...], itemsize: int, eager_nbytes: int
 ) -> tuple[Step, ...]:
-    """Return the steps; those of links with many eager bytes in large slices are cleared.
+    """Return `steps`, with cleared slices on links that would carry many large eager slices.
 
     An eager slice is copied twice more than a cleared one, and a link stops at a few unconfirmed
-    eager slices. The receiver announces the place of a cleared slice, but on a link with many
+    eager slices. The receiver must announce the place of a cleared slice, but on a link with many
     slices it does so while earlier ones are under way. For a large slice, this costs less than the
-    copies. Both ends of a link find the same, because they have the same slices.
+    copies. Both ends of a link clear the same slices, because they have the same slices.
 
     Measured with 4 ranks over loopback: an exscan of 1 MiB, whose links carry 16 slices of 32 KiB
     each, takes half of the time; other collectives take the same time.
@@ -355,12 +356,12 @@ def _clear_busy_links(
 
 
 def _without_eager(step: Step) -> Step:
-    """Return the step with cleared slices, or with an eager one if it is empty."""
+    """Return `step` with cleared slices, or with one eager slice if `step` is empty."""
     return msgspec.structs.replace(step, is_eager=step.cuts[0] == step.cuts[-1])
 
 
 def _link_of(step: Step) -> tuple[int, bool]:
-    """Return the peer of a step with a peer, and whether the step sends."""
+    """Return the link of a step: its peer, and whether the step sends."""
     return step.peer, step.kind == OpKind.SEND
 
 

@@ -69,9 +69,10 @@ class Placement(NamedTuple):
     spread: int = 0
 
     def numbers(self, rank: int, nranks: int) -> dict[tuple[int, int], int]:
-        """Return the link channels of edges of `rank` that have their own, by channel and peer.
+        """Return the link channels of those edges of `rank` that override `channels`.
 
-        The channel is that of the schedule; `nranks` is the schedule's number of ranks.
+        A key of the result is a channel of the schedule and a peer. `nranks` is the schedule's
+        number of ranks.
         """
         found = {}
         if self.spread:
@@ -88,13 +89,13 @@ class Placement(NamedTuple):
         return (low + high) % self.spread if is_spread else self.channels[channel]
 
     def packed(self, width: int) -> Placement:
-        """Return the placement with the lowest link channels of each of `width` home rails.
+        """Return the placement with the lowest possible link channels on each of the home rails.
 
-        On every rail, the channels of the schedule that have an edge there are numbered from 0.
-        Schedules with equally many channels per rail then use the same link channels, and detours
-        of the channels of a lost rail are spread evenly. `edges` must have all edges of the
-        schedule, so every node must have one rank. If `edges` is empty, the placement is returned
-        unchanged.
+        `width` is the number of home rails. On every rail, the channels of the schedule that have
+        an edge there are numbered from 0. Schedules with equally many channels per rail then use
+        the same link channels, and detours of the channels of a lost rail are spread evenly.
+        `edges` must have all edges of the schedule, so every node must have one rank. If `edges` is
+        empty, the placement is returned unchanged.
         """
         users = [
             sorted({e.channel for e in self.edges if e.number % width == at}) for at in range(width)
@@ -146,8 +147,9 @@ def place(nchannels: int, homes: Sequence[int], health: Health) -> Placement:
 def rail_weights(rows: Sequence[Sequence[int]]) -> list[int]:
     """Return the relative bandwidth of each rail; ``rows[i][r]`` is the share of port i on rail r.
 
-    It is the least share of the ports that are up, because the channels of a port that is down
-    detour to the other rails. A rail without a port that is up counts as much as the best rail.
+    The bandwidth of a rail is the least share of its ports that are up, because the channels of a
+    port that is down detour to the other rails. A rail without a port that is up counts as much as
+    the best rail.
     """
     columns = zip(*rows, strict=True)
     least = [min((share for share in column if share), default=0) for column in columns]
@@ -225,7 +227,7 @@ def placed_at(schedule: Schedule, width: int, edges: Iterable[EdgeAtHome]) -> Pl
 
 
 def inlets(placement: Placement, homes: Sequence[int]) -> int:
-    """Return the largest number of separately placed edges that one rank has on one rail."""
+    """Return the largest number of edges in ``placement.edges`` of one rank on one rail."""
     found = Counter(
         (rank, number % len(homes))
         for _, low, high, number in placement.edges
@@ -340,7 +342,7 @@ class _Ports:
         return self._node_of[flow.low] == self._node_of[flow.high]
 
     def fewest(self, flow: Flow) -> int:
-        """Return the lesser of the two numbers of ports that are up at the nodes of `flow`."""
+        """Count the ports that are up at each end of `flow`; return the smaller count."""
         return min(self._nup[self._node_of[flow.low]], self._nup[self._node_of[flow.high]])
 
     def common(self, flow: Flow) -> list[int]:
@@ -456,10 +458,10 @@ class _Ports:
 
 
 def _even_out(flows: Sequence[Flow], chosen: Sequence[int], ports: _Ports) -> list[int] | None:
-    """Return rails for edges by edge colouring, or `chosen` if none are better.
+    """Return a rail for each edge, found by edge colouring; `chosen` if no better ones are found.
 
     Return None if edge colouring does not apply. It applies if every edge has a rail that is up at
-    both ends, and either all edges carry the same load in both directions, or all carry it in one
+    both ends, and all edges carry the same load, either all in both directions or each in one
     direction only. In the second case, edges out of a node and edges into it use different
     directions of its ports, so each direction of a node is a vertex.
     """
@@ -505,9 +507,10 @@ def _improve(flows: Sequence[Flow], chosen: list[int], ports: _Ports) -> None:
         chosen[index] = target
 
     def relieve(index: int, worst: _Time) -> bool:
-        """Move a flow, or swap it with another one, if all their ports then end before `worst`.
+        """Move flow `index` to another rail, or swap it with a flow there, if that helps.
 
-        Returns True if it moved.
+        It helps if all ports that the moved flows used or use are then busy for less than `worst`.
+        Return True if the flow was moved.
         """
         nonlocal left
         flow, here = flows[index], chosen[index]

@@ -53,12 +53,13 @@ class Plan(NamedTuple):
         signature that is sent instead of `signature`; it has the number of elements that the pair
         exchanges in this direction. None for other collectives.
     is_lasting : bool
-        True if equal calls have this plan, whatever their number, as long as the health does not
-        change, as with a schedule of the user. With the planner's choice, False if the call must
-        sometimes be a bandwidth sample, or the plan was made without the number of a collective.
+        True if all equal calls have this plan, whatever their collective number, as long as the
+        health does not change. Always True with a schedule of the user. With the planner's choice,
+        False if such a call must sometimes be a bandwidth sample, or if the plan was made without a
+        collective number.
     kernel : int
-        Address of the kernel of the reductions in compiled code; 0: that of the signature's dtype
-        and op.
+        Address of the kernel that reduces in compiled code; 0: the library's kernel for the dtype
+        and the op of the signature.
     """
 
     signature: int
@@ -72,7 +73,9 @@ class Plan(NamedTuple):
 
 
 class Planning(msgspec.Struct, frozen=True):
-    """Number and times of the plans made for one version of the health; each delays a call.
+    """Number of plans made for one version of the health, and the times that they took.
+
+    A call waits until its plan is made.
 
     Attributes
     ----------
@@ -90,7 +93,7 @@ class Planning(msgspec.Struct, frozen=True):
     longest_s: float = 0.0
 
 
-#: Maps a layout in the numbers of a communicator to the ranks and link channels of its job.
+#: Function that maps a layout with a communicator's ranks and link channels to one with its job's.
 Place = Callable[[Layout], Layout]
 
 
@@ -370,7 +373,7 @@ class PlanCache:
         return self._planner.explain(nbytes, health)
 
     def check_own(self, schedule: Schedule, *, is_ordered: bool = False) -> None:
-        """Check a schedule supplied by the user, before its first use; callable in any thread.
+        """Check a schedule supplied by the user before its first use; any thread may call this.
 
         Raises
         ------
@@ -443,7 +446,8 @@ class PlanCache:
     def _whole_nbytes(self) -> int:
         """Return the size, in bytes, up to which a part of a direct exchange is sent eagerly.
 
-        If all other ranks send such a part to one port at once, the parts together fit its budget.
+        If all other ranks send such a part to one port at once, all parts together fit the byte
+        budget of the port.
         """
         return min(self._config.eager_nbytes, self.fabric.inlet_nbytes // self._nranks)
 
@@ -453,7 +457,8 @@ class PlanCache:
         """Return whether `call` must run as a bandwidth sample, even if another schedule is faster.
 
         This method also counts the call; see `r2ccl.planning.bandwidth_samples` for the selection.
-        The last question with the number `op` must be about the call that this rank makes.
+        The last call of this method with a given `op` must be for the collective that this rank
+        then runs.
 
         `op` is the number of the collective before `call`, equal on all ranks. `two_level_ns` is
         the predicted time of the call in two levels, 0 if unknown; None if it would run in one
@@ -468,7 +473,7 @@ class PlanCache:
         return self._take(op, self._cost_of(call, health, two_level_ns), health)
 
     def _take(self, op: int, cost: SampleCost | None, health: Health) -> bool:
-        """Count a call and return whether it must be a sample; `cost` is that of `_cost_of`."""
+        """Count a call whose `_cost_of` is `cost`, and return whether it must be a sample."""
         if cost is not None and health.version != self._samples.version:
             is_slow = any(0 < share < WHOLE for share in health.shares)
             self._samples.begin(health.version, is_slow=is_slow)
@@ -503,7 +508,7 @@ class PlanCache:
         return SampleCost(chosen_ns, max(0, gauge.predicted_ns - chosen_ns))
 
     def _check_choice(self, schedule: Schedule, *, is_ordered: bool) -> None:
-        """Check a schedule before its first use, except large ones, which only the tests check."""
+        """Check a schedule of the library before its first use; only tests check large ones."""
         if schedule.nranks * schedule.nchannels <= _CHECKED_SIZE:
             # Schedules of one family and size can have different ops, for example other trees.
             # Comparing digests takes a tenth of the time of a check.

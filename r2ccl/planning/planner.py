@@ -51,7 +51,7 @@ from r2ccl.types import (
 
 
 class Explanation(NamedTuple):
-    """Comparison of the schedules for an allreduce, and the reason of the choice.
+    """Comparison of the schedules for an allreduce, and the reason for the choice.
 
     ``str()`` returns a table, with the chosen schedule marked by ``*``.
 
@@ -64,7 +64,7 @@ class Explanation(NamedTuple):
         Best variant of every other family in `FAMILIES` that can run, fastest first. All
         ``predicted_ns``, also that of `chosen`, are 0 if the network was not measured.
     why : str
-        Reason of the choice, for people.
+        Reason for the choice, as text for the user.
     excluded : tuple of (int, int)
         Rank and rail of each NIC that `Communicator.exclude` or R2CC_FAILED_NICS has excluded.
     nchunks : int
@@ -156,7 +156,7 @@ class Planner:
         return best(gauges or found)
 
     def options(self, call: CallSignature, nbytes: int, health: Health) -> list[Choice]:
-        """Return the predictions of the schedules that a call could run, one or more per family.
+        """Return the schedules that a call could run, with predicted times; one or more per family.
 
         For an allreduce, this includes families that `plan` does not try with these settings and
         this health, but no spanning tree if another family can run. For another collective, the
@@ -174,9 +174,9 @@ class Planner:
     def _predicted(
         self, call: CallSignature, nbytes: int, terms: Terms, health: Health
     ) -> list[Choice]:
-        """Return the predictions for a collective other than allreduce.
+        """Return the candidates of a collective other than allreduce, with their predicted times.
 
-        These are the predictions of the candidates that `_placed_for` returns.
+        The candidates are those of `_placed_for`.
         """
         placed = self._placed_for(call, terms, health)
         return [predict(each, nbytes, self.fabric, self._config) for each in placed]
@@ -363,7 +363,7 @@ class Planner:
         return Explanation(nbytes, chosen, tuple(others), why, health.excluded)
 
     def _why(self, chosen: Choice, nbytes: int, health: Health) -> str:
-        """Return the reason of the choice for an allreduce, for people."""
+        """Return the reason for the choice of an allreduce, as text for the user."""
         is_allowed = chosen.name in self._names(self._terms(nbytes, self._carried(health)))
         config = self._config
         if nbytes <= config.eager_nbytes:
@@ -381,7 +381,7 @@ class Planner:
         return self._comparison(chosen, nbytes, health)
 
     def _comparison(self, chosen: Choice, nbytes: int, health: Health) -> str:
-        """Return the reason of the choice for an allreduce whose candidates were compared."""
+        """Return the reason for the choice of an allreduce whose candidates were compared."""
         compared = self.compare(nbytes, health)
         if not chosen.has_way:
             return reason(chosen, compared)
@@ -457,8 +457,8 @@ def best(found: Sequence[Choice]) -> Choice:
 def reason(chosen: Choice, found: Sequence[Choice]) -> str:
     """Return a text that says why `best` chose `chosen` among `found`.
 
-    It has the predicted times of `chosen` and of the fastest other family. It has no times if there
-    is no other, or if neighbours in `chosen` have no common home rail.
+    The text gives the predicted times of `chosen` and of the fastest other family. It gives none if
+    there is no other family, or if some neighbours in `chosen` have no common home rail.
     """
     least: dict[str, Choice] = {}
     for each in sorted(found, key=lambda choice: choice.predicted_ns):
@@ -543,8 +543,8 @@ _Key = tuple[int, str, int]
 #: more than 2 % faster than the best of these.
 _FOR_WHOLE = ("ring", "dissemination", "packed_trees", "tree")
 _FOR_DEGRADED = ("packed_trees", "ring", "bridged_ring", "tree")
-#: Families for networks in which some nodes have no common home rail, tried if in every candidate
-#: of the families tried before, two neighbours have no common home rail.
+#: Families for networks in which some nodes have no common home rail. They are tried if every
+#: candidate of the families tried before has neighbours without a common home rail.
 _BRIDGED = ("bridged_ring", "packed_trees", "spanning_tree")
 #: Factor of the least predicted time up to which choices count as equally good: the error of
 #: predictions.
@@ -558,7 +558,7 @@ _CROWDED = Fraction(105, 100)
 _MIN_CHUNK_NBYTES = 64 << 10
 #: Families whose schedules depend on `Terms.nchannels`, which is smaller for little data.
 _OF_RINGS = ("ring", "bridged_ring", "spanning_tree")
-#: End of the reason of a choice if no family that a setting allows can run.
+#: Last words of the reason for a choice if no family that the setting allows can run.
 _NOT_APPLICABLE = " has no schedule for these nodes and their rails"
 #: Maximum number of entries in `Planner._placed`, and maximum number of their edges and flows
 #: together (90 to 200 bytes each, measured with tracemalloc). A broadcast has one entry per root:

@@ -74,7 +74,7 @@ Chunk: TypeAlias = tuple[Piece, ...]
 
 
 class NodePlace(NamedTuple):
-    """Number of the node of a rank, rank within that node, and number of ranks there."""
+    """Place of a rank: its node, its rank within the node, and the node's number of ranks."""
 
     node: int
     local_rank: int
@@ -233,7 +233,7 @@ class TwoLevelPlans:
         return NodePlace(node, self._teams[node].index(rank), len(self._teams[node]))
 
     def bounds(self, count: int, sizes: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Return the first element of each rank's part of a buffer of `count`, and the end.
+        """Return the first element of each rank's part of a buffer, and at the end `count`.
 
         Parts follow one another in the order of the ranks; `sizes` as for `division`.
         """
@@ -274,7 +274,7 @@ class TwoLevelPlans:
         return Division(tuple(zip(*every, strict=True)), is_at_home, predicted_ns)
 
     def _blocks(self, count: int, sizes: tuple[int, ...]) -> list[Range]:
-        """Return the range of the parts of each node's ranks in a buffer of `count` elements."""
+        """Return each node's block in a buffer of `count` elements: the parts of its ranks."""
         bounds = self.bounds(count, sizes)
         return [(bounds[team[0]], bounds[team[-1] + 1]) for team in self._teams]
 
@@ -366,7 +366,7 @@ class TwoLevelPlans:
         """Return whether two levels need fewer steps for little data, in a healthy network."""
         one = self._plans.choice_of(call, Health.whole(nranks, self._whole.nrails))
         two = self._of_nodes(self._at_home, call, self._part_nbytes(nbytes), self._whole)
-        # Within a node, every two pieces of a chunk take the steps of an allreduce.
+        # Within a node, every two pieces of a chunk cost as much as an allreduce.
         nlocal = _LOCAL_STEPS * (len(self._teams) if call.collective in PARTED else 2) // 2
         return two.schedule.cost.steps + nlocal < one.schedule.cost.steps
 

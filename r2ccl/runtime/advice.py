@@ -46,7 +46,7 @@ def type_name(x: Any) -> str:
 def cannot_view(x: Any, why: object) -> InvalidArgument:
     """Return the error for an array `x` that cannot be viewed, for the reason `why`.
 
-    If `x` is of JAX and a reason is known here, the error names that reason instead of `why`.
+    If `x` is a JAX array and a reason is known here, the error names that reason, not `why`.
     """
     fix = "; pass x.detach()" if getattr(x, "requires_grad", False) else ""
     reason = _jax_reason(x) or f"{why}{fix}"
@@ -130,9 +130,9 @@ def _is_operation(x: Any) -> bool:
 
 
 def _jax_reason(x: Any) -> str:
-    """Return why the array `x` of JAX cannot be viewed, and what to do.
+    """Return a text that says why the JAX array `x` cannot be viewed, and what to do.
 
-    "" if `x` is not of JAX, or no reason is known.
+    The text is "" if `x` is not a JAX array, or no reason is known.
     """
     jax = sys.modules.get("jax")
     if jax is None or not isinstance(x, jax.Array):

@@ -74,8 +74,8 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         than the root, ``output`` is None for a reduce or gather, and ``source`` is empty for a
         scatter. For a barrier, ``output`` is None and ``source`` is empty on all ranks.
     result : object
-        Return value of the method of `Communicator`. If the method returns a new array of JAX: the
-        NumPy array from which the new array is made.
+        Return value of the method of `Communicator`. If the method returns a new JAX array: the
+        NumPy array from which the JAX array is made.
     schedule : Schedule or None
         User-defined allreduce schedule, if the caller passed one.
     parts : Parts or None
@@ -487,7 +487,7 @@ def _with_digest(call: CallSignature, counts: tuple[int, ...]) -> CallSignature:
 def view(x: Any, *, writable: bool) -> Memory:
     """Return a view of an array in host or device memory.
 
-    The view of an array of JAX in host memory is a `JaxBuffer`. The parameters are those of
+    The view of a JAX array in host memory is a `JaxBuffer`. The parameters are those of
     `as_buffer` and `as_device_buffer`.
 
     Raises
@@ -506,7 +506,7 @@ def view(x: Any, *, writable: bool) -> Memory:
 
 
 def integer_of(value: Any) -> int | None:
-    """Return `value` as an int if it is an integer, for example one of NumPy, otherwise None."""
+    """Return `value` as an int if it is an integer, such as a NumPy integer; otherwise None."""
     try:
         return index(value)
     except TypeError:  # 1.5, or a string
@@ -514,7 +514,9 @@ def integer_of(value: Any) -> int | None:
 
 
 def rank_of(value: SupportsIndex, nranks: int, name: str = "root", *, is_any: bool = False) -> int:
-    """Return the argument `name`, a rank, as an int; if `is_any`, it may also be `ANY`.
+    """Return the rank `value` as an int; if `is_any`, `ANY` is allowed, too.
+
+    `name` is the name of the argument in the error.
 
     Raises
     ------
@@ -531,9 +533,9 @@ def rank_of(value: SupportsIndex, nranks: int, name: str = "root", *, is_any: bo
 
 
 def layout_of(counts: Any, displs: Any, nranks: int, prefix: str = "") -> Layout:
-    """Return the arguments ``counts`` and ``displs`` as a layout.
+    """Return the arguments ``counts`` and ``displs`` as a `Layout`.
 
-    `prefix` precedes their names in errors, as in ``sendcounts``.
+    `prefix` precedes the names of the arguments in errors, as in ``sendcounts``.
 
     Raises
     ------
@@ -586,7 +588,9 @@ def form_of(shape: Any, dtype: Any, like: Any) -> tuple[tuple[int, ...], np.dtyp
 
 
 def tag(value: Any, name: str = "tag", *, is_any: bool = False) -> int:
-    """Return the argument `name`, the tag of a message, as an int; if `is_any`, it may be `ANY`.
+    """Return the message tag `value` as an int; if `is_any`, `ANY` is allowed, too.
+
+    `name` is the name of the argument in the error.
 
     Raises
     ------
@@ -601,7 +605,7 @@ def tag(value: Any, name: str = "tag", *, is_any: bool = False) -> int:
 
 
 def reason_of(why: Any) -> str:
-    """Return the argument ``why``, the reason why a communicator ends.
+    """Check that `why`, the reason why a communicator ends, is a string; return it.
 
     Raises
     ------
@@ -696,11 +700,12 @@ def _with_operation(request: Request, op: Operation) -> Request:
 def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
     """Return views of an input and an output of equal size and dtype.
 
-    If `out` is None, `x` is both. An array of JAX, which is immutable, is only the input: without
-    `out`, the output is new. Raise InvalidArgument if the arrays differ in size or dtype.
+    If `out` is None, `x` is both input and output. A JAX array is immutable, so it is only the
+    input; without `out`, a new output is allocated. Raise InvalidArgument if the arrays differ in
+    size or dtype.
     """
     is_same = out is None or out is x
-    if type(x) is np.ndarray:  # as `view`, inlined: most arrays are of NumPy
+    if type(x) is np.ndarray:  # as `view`, inlined: most arrays are NumPy arrays
         source: Memory = as_buffer(x, writable=is_same)
     elif out is None and is_jax(x):
         source, is_same, out = view(x, writable=False), False, like(x)
@@ -750,7 +755,7 @@ def _refuse_unused(out: Any) -> None:
 _NO_DATA = view(np.empty(0, np.uint8), writable=False)
 _BARRIER = CallSignature(Collective.BARRIER, _NO_DATA.dtype_code, ReduceOp.SUM, 0)
 
-#: Functions whose arguments contain counts and displacements.
+#: Functions that take counts per rank, and perhaps displacements.
 WITH_COUNTS = frozenset((allgatherv, reduce_scatterv, gatherv, scatterv, alltoallv))
 
 __all__ = [

@@ -46,7 +46,7 @@ class Task:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait up to `timeout_s` seconds until the task has ended; return whether it has.
 
-        None: wait without a limit.
+        With ``timeout_s=None``, wait without a limit.
         """
         limit_s = None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
         return self._ended.wait(limit_s)
@@ -224,7 +224,7 @@ class Worker:
     name : str
         Name of the thread.
     turn : context manager
-        Entered for the time in which a task runs.
+        Entered while a task runs.
     on_error : callable
         Called in the thread with the exception of a task that failed, before the task ends.
     """
@@ -314,9 +314,9 @@ class Worker:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new tasks and all but the first of the queued ones; wait for the thread.
+        """Refuse new tasks and all queued tasks but the first; wait for the thread to end.
 
-        The first one is running, or runs next.
+        The first task is running, or runs next.
 
         Parameters
         ----------

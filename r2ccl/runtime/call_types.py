@@ -3,8 +3,8 @@
 A collective has three overloads:
 
 1. A blocking call with `x` and `out` of one type returns an array of this type; a reduce or gather
-   may also return None. If `x` is an array of JAX and there is no `out`, the result is a new array
-   of JAX.
+   may also return None. If `x` is a JAX array and `out` is not given, the result is a new JAX
+   array.
 2. An asynchronous call returns a `Work` whose result has the type that a blocking call returns.
 3. All other calls return Any: those with an `async_op` whose value the type checker does not know,
    and those with arrays of different types, such as a read-only input and a NumPy array as output.
@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, Required, TypeAlias, TypedDict, TypeV
 
 
 class HasDlpack(Protocol):
-    """Array of NumPy, torch, CuPy or another library with DLPack."""
+    """Array with the DLPack protocol, such as a NumPy, torch or CuPy array."""
 
     def __dlpack_device__(self) -> tuple[Any, Any]:
         """Return the type and the number of the device that the array is on."""
@@ -32,7 +32,7 @@ class HasBuffer(Protocol):
 
 
 class HasCuda(Protocol):
-    """Array in CUDA memory, of Numba or another library without DLPack."""
+    """Array with the CUDA array interface, for libraries without DLPack such as Numba."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class HasCuda(Protocol):
 
 
 class JaxArray(Protocol):
-    """``jax.Array``: the part of its interface that no array of another library has."""
+    """JAX array: the part of ``jax.Array`` that arrays of other libraries do not have."""
 
     @property
     def committed(self) -> bool:
@@ -54,7 +54,7 @@ class JaxArray(Protocol):
 
 
 class WritableDlpack(HasDlpack, Protocol):
-    """Array whose elements can be assigned."""
+    """Array with the DLPack protocol whose elements can be assigned."""
 
     def __setitem__(self, at: Any, value: Any, /) -> None:
         """Assign elements."""
@@ -71,10 +71,10 @@ class WritableBuffer(HasBuffer, Protocol):
 
 #: Array that a collective can read.
 Array: TypeAlias = HasDlpack | HasBuffer | HasCuda | JaxArray
-#: Array that a collective can read and write, and returns; or array of JAX, for which it returns a
-#: new one.
+#: Array that a collective can read, write and return; or a JAX array, which is immutable, so the
+#: collective returns a new one.
 A = TypeVar("A", bound=WritableDlpack | WritableBuffer | HasCuda | JaxArray)
-#: Array of a type that a collective can allocate. For other objects, it allocates a NumPy array.
+#: Array of a type that a collective can allocate. For other types, it allocates a NumPy array.
 N = TypeVar("N", bound=WritableDlpack | HasCuda | JaxArray)
 
 

@@ -98,7 +98,8 @@ class Collectives:
         self._refusal: Callable[[], R2cclError] | None = None
         #: Open groups of calls, each of one thread.
         self._groups: list[Group] = []
-        #: Starts a call, see `_start`; compiled once a call in shared memory has been remembered.
+        #: Starts a call, see `_start`; replaced by compiled code once that can repeat a call in
+        #: shared memory.
         self.start: Callable[..., Any] = self._start
 
     # State, for the communicator
@@ -118,9 +119,9 @@ class Collectives:
         return self._refusal is None and not self._groups
 
     def conditions_of_plain(self) -> tuple[list[Group], list[tuple[object, str, object]]]:
-        """Return what compiled code checks in place of `is_plain`; see `r2ccl.shm.repeat.start_of`.
+        """Return the groups and conditions that compiled code checks in place of `is_plain`.
 
-        The results are its arguments ``groups`` and ``conditions``.
+        They are the arguments ``groups`` and ``conditions`` of `r2ccl.shm.repeat.start_of`.
         """
         return self._groups, [(self, "_refusal", None)]
 
@@ -133,8 +134,8 @@ class Collectives:
     def is_below(self) -> bool:
         """True if the caller is a signal handler that interrupted a collective of its thread.
 
-        True also in a function of `user_op` that a collective calls. False if the interrupted
-        collective waits for the worker, which runs it.
+        True also in a function of `user_op` that a collective calls. False if the worker runs the
+        interrupted collective, and this thread only waits for the worker.
         """
         return self._turn.is_mine
 
@@ -224,7 +225,7 @@ class Collectives:
                     if turn.is_repeating:
                         raise self._concurrent()
                     try:
-                        # Only with the turn: the memory that the function uses may be freed before.
+                        # Only with the turn held: otherwise the memory in use could be freed.
                         result = repeats.last.get(make, _miss)(x, out, rest)
                         if result is NotImplemented:
                             result = repeats.run_other(make, x, out, rest)
@@ -297,7 +298,7 @@ class Collectives:
         return request.result if convert is None else convert(request.result)
 
     def _compile_start(self) -> None:
-        """Let compiled code start calls from now on, if one that it can run has been remembered."""
+        """Let compiled code start calls from now on, if there is a call that it can repeat."""
         last = self._host.repeats.last
         if self.start != self._start or not last or not HAS_GIL:
             return
@@ -318,7 +319,10 @@ class Collectives:
         )
 
     def _note_failed_repetition(self, make: Make, x: Any, out: Any, error: BaseException) -> None:
-        """Do what `_start` does after the error of a repeated call; compiled code has the turn."""
+        """Handle the error of a call that compiled code repeated, as `_start` does.
+
+        Compiled code still has the turn.
+        """
         try:
             if self._host.local is not None:
                 self._host.local.leave(make, x, out)
@@ -334,7 +338,10 @@ class Collectives:
             self._engine.fail_call(error)
 
     def joint(self, fn: Callable[[], _T]) -> _T:
-        """Return ``fn()``; Ctrl-C ends the job's communicators: other ranks wait for this rank."""
+        """Return ``fn()``; if Ctrl-C interrupts it, end the job's communicators.
+
+        The other ranks would otherwise wait for this rank in the same function.
+        """
         try:
             return fn()
         except BaseException as exc:
@@ -495,9 +502,9 @@ class Collectives:
         task.succeed()
 
     def _run(self, fn: Callable[[], None], timeout_s: float) -> bool:
-        """Run `fn` with the turn, which this thread must not hold.
+        """Take the turn, which this thread must not hold yet, run `fn`, and return True.
 
-        Return False, and do not run it, if another thread holds the turn longer than `timeout_s`.
+        Return False, without running `fn`, if the turn does not become free within `timeout_s`.
         """
         is_mine, turn = False, self._turn
         try:
@@ -566,8 +573,8 @@ class Collectives:
         try:
             memory = local.allocate(nbytes, self.allgather_bytes, self.in_turn)
         except BaseException as exc:
-            # These two are raised on all ranks. After any other, the ranks may disagree on what
-            # memory there is.
+            # Errors of these two types are raised on all ranks. After any other error, the ranks
+            # may disagree on which memory was allocated.
             if type(exc) not in (InvalidArgument, TransportError):
                 self._engine.fail_call(exc)
             raise
@@ -655,10 +662,10 @@ class Collectives:
 
 
 class LoggedCollectives(Collectives):
-    """Entry point for the collectives of one communicator, which logs each call at DEBUG.
+    """`Collectives` that log each call at level DEBUG.
 
     `collectives_class` chooses this subclass only if DEBUG is on when the communicator is made, so
-    that calls need no check of the level.
+    the calls need not check the level.
     """
 
     def _start(self, stream: Any, is_async: bool, make: Make, x: Any, out: Any, *rest: Any) -> Any:
@@ -673,16 +680,16 @@ class LoggedCollectives(Collectives):
         return super()._start(stream, is_async, make, x, out, *rest)
 
     def _compile_start(self) -> None:
-        """Do nothing: compiled code would log no call."""
+        """Do nothing, because compiled code does not log calls."""
 
 
 def collectives_class() -> type[Collectives]:
-    """Return the class for the collectives of a new communicator, by the level of the logger."""
+    """Return `LoggedCollectives` if the logger is enabled for DEBUG, otherwise `Collectives`."""
     return LoggedCollectives if _log.isEnabledFor(logging.DEBUG) else Collectives
 
 
 def _miss(x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
-    """Return NotImplemented: no call is remembered that could be repeated."""
+    """Return NotImplemented, because there is no earlier call to repeat."""
     return NotImplemented
 
 

@@ -55,7 +55,7 @@ class Context(NamedTuple):
     context_id : int
         0 for the job's first communicator.
     first_op : int
-        Number of its first call.
+        Number of the communicator's first call.
     members : tuple of int
         Rank in the job of each rank of the communicator.
     """
@@ -107,7 +107,7 @@ class ContextPost:
                 self.send(peer, message)
 
     def gossip(self, message: object, source: int = -1) -> None:
-        """Send `message` to all neighbors in the communicator's overlay network but `source`."""
+        """Send `message` to all neighbors in the communicator's overlay network except `source`."""
         for peer in sorted(self.neighbors - {source}):
             self.send(peer, message)
 
@@ -132,7 +132,7 @@ class ContextEngine(Protocol):
 
 
 class Contexts:
-    """Context ids in use at this rank, and the communicators that they stand for.
+    """Context ids in use at this rank, and the communicators that have these ids.
 
     Any thread may call `offer`, `withdraw`, `choose` and `give_up`; only the thread that owns the
     data loop may call the other methods. Invariant: a message for an unknown communicator is kept
@@ -276,7 +276,7 @@ class Contexts:
 
 
 def is_offer(data: bytes) -> bool:
-    """Return whether `data` has the form of an offer, see `Contexts.offer`; `NO_OFFER` has it."""
+    """Return whether `data` has the form of an offer (`Contexts.offer`); True for `NO_OFFER`."""
     if len(data) != len(NO_OFFER):
         return False
     next_op = int.from_bytes(data[_NIDS // 8 :], "little")

@@ -209,7 +209,7 @@ class DataLoop:
                 self.wake_followers()
 
     def give_way(self) -> None:
-        """Sleep shortly if another thread waits for the loop, to let that thread own the loop.
+        """Sleep briefly if another thread waits for the loop, to let that thread own the loop.
 
         The caller must not own the loop. Calls that programs repeat, such as polls, call this
         method at their end. Otherwise, the polling thread would own the loop nearly always, and
@@ -261,14 +261,14 @@ class DataLoop:
         )
 
     def _try_to_own(self, timeout_s: float = 0.0) -> bool:
-        """Wait up to `timeout_s` seconds to become the owner; return whether this thread is."""
+        """Wait up to `timeout_s` seconds to become the owner; return whether that succeeded."""
         if not self.owner.acquire(blocking=timeout_s > 0, timeout=timeout_s or -1):
             return False
         self.settle_held()
         return True
 
     def settle_held(self) -> None:
-        """Settle the held call, see `CompiledCalls.settle`; called by the owner."""
+        """Bring the links up to date with held calls (`CompiledCalls.settle`), as the owner."""
         if self.compiled is not None:
             self.compiled.settle()
 
@@ -279,7 +279,7 @@ class DataLoop:
                 follower.turn.set()
 
     def settle_if_free(self) -> None:
-        """Settle the held call, so that a report shows its counts; any thread may call this method.
+        """Bring the links up to date with held calls, for a report; any thread may call this.
 
         If a thread owns the loop, do nothing; the report may then be some milliseconds old.
         """
@@ -309,7 +309,7 @@ class DataLoop:
         caller.is_calling = was_calling
 
     def _take_back(self) -> None:
-        """Own the loop again after Ctrl-C in `_stand_aside`."""
+        """Become the owner of the loop again, after Ctrl-C in `_stand_aside`."""
         if not self.owner._is_owned():  # type: ignore[attr-defined]
             self.acquire()
         self._followers = [each for each in self._followers if each.thread != get_ident()]
@@ -319,7 +319,7 @@ class DataLoop:
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
         """Run ``fn(*args)`` here if no thread owns the data loop; otherwise let the owner run it.
 
-        Does not wait for the owner.
+        This method does not wait for the owner.
         """
         self.inbox.append((fn, args))
         self.serve()
@@ -593,8 +593,8 @@ class DataLoop:
     ) -> Any:
         """Return ``repeat(x, out, rest)``, which repeats the last call of `program`.
 
-        If the last held call is one of another program, first call ``switch(compiled)``, which lets
-        `program` run again or returns False, and must not wait. Return NotImplemented, without
+        If the last held call belongs to another program, first call ``switch(compiled)``, which
+        lets `program` run again or returns False, and must not wait. Return NotImplemented, without
         repeating the call, if no call is held, a thread owns the loop, the loop has other work, or
         ``switch`` returns False. Also return NotImplemented if timers are due, after running them.
         """
@@ -633,7 +633,7 @@ class DataLoop:
                 self._control.call_soon(self.serve)
 
     def _tick_between_repetitions(self, compiled: CompiledCalls) -> None:
-        """Settle the held call and run the timers, see `run_due_timers`."""
+        """Bring the links up to date with held calls, then run the timers (`run_due_timers`)."""
         has_others = compiled.is_interrupted()
         compiled.settle()
         self.run_due_timers(has_others=has_others)
@@ -754,7 +754,7 @@ class DataLoop:
     def close(self) -> None:
         """Free the transport once the running calls, if any, have ended.
 
-        If they do not end within `_LAST_CALL_S`, log an error and free nothing.
+        If the calls do not end within `_LAST_CALL_S`, log an error and free nothing.
         """
 
         def free() -> bool:
@@ -804,7 +804,7 @@ def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> C
 
 
 def _home_of(context: RankContext) -> int:
-    """Return a CPU for this rank; -1 if it is alone on its host, or `home_cpu` finds none.
+    """Return the home CPU of this rank; -1 if it is alone on its host, or `home_cpu` finds none.
 
     Each rank of the host gets a different CPU if all of them may run on the same CPUs.
     """

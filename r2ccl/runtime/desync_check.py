@@ -21,7 +21,7 @@ from r2ccl.bootstrap.overlay import without_session
 
 
 class Calling(msgspec.Struct, frozen=True, tag="calling"):
-    """Control message: asks which ranks have not called collective ``op``; carries reports.
+    """Control message that asks which ranks have not called collective ``op``; carries reports.
 
     ``op`` is the highest number of a collective in which, as far as the sender knows, a rank waits.
     ``last`` has the reports: a rank, the number of the last collective that the rank has called,
@@ -85,7 +85,7 @@ class DesyncCheck:
         self._unspread.add(self._rank)
 
     def answer(self, op: int, signature: int) -> None:
-        """Call `called` if a rank has asked for `op` or a later call, and `op` is not reported."""
+        """Report `op` (see `called`), once, if a rank has asked for `op` or a later call."""
         if self._own < op <= self.asked_op:
             self.called(op, signature)
 

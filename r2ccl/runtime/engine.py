@@ -84,12 +84,12 @@ class LocalPath(Protocol):
 
 
 class _ClosedPath(NamedTuple):
-    """`LocalPath` that is closed."""
+    """`LocalPath` of a communicator whose shared memory is no longer in use."""
 
     ncalls: int
 
     def ahead(self) -> dict[int, int]:
-        """Return an empty dict: it is not known."""
+        """Return an empty dict: the calls of the other ranks are not known."""
         return {}
 
     def end(self) -> None:
@@ -313,7 +313,7 @@ class Engine:
             self._loop.submit(self._failover.on_message, peer, message)
 
     def _take(self, peer: int, message: Any) -> None:
-        """Handle a control message of this communicator from `peer`, a rank of it."""
+        """Handle a control message of this communicator from `peer`, one of its ranks."""
         if isinstance(message, Calling):
             # The last call may run in shared memory, where peers see whether this rank takes
             # part; all earlier calls have ended.
@@ -364,7 +364,7 @@ class Engine:
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
         """Run ``fn(*args)`` here if no thread owns the data loop; otherwise let the owner run it.
 
-        Does not wait for the owner.
+        This method does not wait for the owner.
         """
         self._loop.submit(fn, *args)
 
@@ -630,8 +630,9 @@ class Engine:
     ) -> Repeat:
         """Return a function that repeats the call of `program` on arrays of the form of `x`, `out`.
 
-        For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`. `call` is the memory
-        of the call with `x` and `out`. ``proceed(x, out, result)`` must call `Engine.proceed`.
+        For the form, see `r2ccl.shm.arrays.form_of`; for the other parameters, and errors, see
+        `r2ccl.shm.repeat.repeat_of`. `call` is the memory of the call with `x` and `out`.
+        ``proceed(x, out, result)`` must call `Engine.proceed`.
         """
         loop = self._loop
         assert loop.compiled is not None
@@ -650,7 +651,7 @@ class Engine:
         return partial(loop.repeat, self, program, partial(self._switch, program), repeat)
 
     def proceed(self, program: CompiledProgram, lanes: HostLanes, result: int) -> None:
-        """Run a repeated call, whose compiled loop has returned `result`, until it has finished.
+        """Finish a repeated call whose compiled loop has returned `result` before its end.
 
         The calling thread must own the data loop. Errors: as `run`.
         """
@@ -723,9 +724,7 @@ class Engine:
             self._loop.submit(self._loop.fail, error)
 
     def _connect(self, peers: frozenset[int]) -> None:
-        """Connect data paths to those of `peers` that have none, and wait for these paths.
-
-        `peers` are ranks of the job.
+        """Connect data paths to each of `peers` (ranks of the job) that has none; wait for them.
 
         After `STANDBY_S`, one path to each peer is enough. Paths on the rails in
         `RankContext.last_resorts` are connected too, but this method does not wait for them: they
@@ -886,7 +885,7 @@ class Engine:
         self._contexts.remove(self, self._calls.op)
 
     def fail_call(self, error: BaseException) -> None:
-        """End the communicator because a call raises `error`, maybe outside the data loop.
+        """End the communicator because a call raises `error`, possibly outside the data loop.
 
         The other ranks wait in the same collective and would otherwise wait until their timeout.
         """

@@ -207,7 +207,7 @@ class LandingPool:
     def take(self, nbytes: int) -> Place:
         """Return a place of `nbytes` bytes or more: a free one of this pool, or a new one.
 
-        Of the free places of the needed size, it is the one that was given back last.
+        Among the free places of the needed size, the one that was given back last is taken.
         """
         size = 1 << (nbytes - 1).bit_length()
         free = self._free.get(size)
@@ -234,12 +234,12 @@ class _Cursor:
 
 
 class _Inbound(_Cursor):
-    """Position of a receiving link, with its landing places and the slices not usable yet."""
+    """Position in the ops of a receiving link, with its landing places and unused slices."""
 
     __slots__ = ("depth", "held", "places", "under_way")
 
     def __init__(self, link: RecvLink, order: tuple[int, ...], depth: int) -> None:
-        # Repeated from `_Cursor`: to call its __init__ takes 0.3 % of a small collective's time.
+        # Repeated from `_Cursor`: calling its __init__ takes 0.3 % of a small collective's time.
         self.link = link
         self.order = order
         self.at = 0
@@ -408,7 +408,7 @@ class LaneRun:
     # Receiving
 
     def _ask(self, cursor: _Inbound) -> None:
-        """Post the next receives of a link, as far as its depth and their dependencies allow."""
+        """Post the next receives of a link, as far as its depth and the dependencies allow."""
         while cursor.at < len(cursor.order):
             index = cursor.order[cursor.at]
             step = self._steps[index]
@@ -518,7 +518,7 @@ class LaneRun:
 
 
 class HostLanes(msgspec.Struct):
-    """Operands of a collective in host memory; a call of the object makes the lanes of a plan.
+    """Operands of a collective in host memory; calling the object creates the lanes of a plan.
 
     Attributes
     ----------
@@ -526,8 +526,8 @@ class HostLanes(msgspec.Struct):
     source, output : ndarray
         Input and output, as for `HostCall`.
     scratch : ndarray of uint8 or None
-        Scratch memory for compiled code; None: new memory, if the plan uses any. The lanes that a
-        call of this object makes do not use it; they get new memory.
+        Scratch memory for compiled code; None: new memory, if the plan uses any. The lanes that
+        calling this object creates always get new scratch memory.
     """
 
     pool: LandingPool
@@ -549,9 +549,9 @@ class HostLanes(msgspec.Struct):
 
 
 def begin_lanes(runs: Sequence[LaneRun], calls: Calls[Consumer]) -> None:
-    """Make `runs`, the lanes of the current call, the consumers of its slices; start them.
+    """Register `runs`, the lanes of the current call, as consumers of its slices; start them.
 
-    To start a lane is to post the sends and receives that are possible now.
+    A lane that is started posts the sends and receives that are possible now.
     """
     consumers: dict[int, Consumer] = {}
     for run in runs:
@@ -563,7 +563,7 @@ def begin_lanes(runs: Sequence[LaneRun], calls: Calls[Consumer]) -> None:
 
 
 def are_done(runs: Sequence[LaneRun]) -> bool:
-    """Return whether all lanes have ended."""
+    """Return whether all slices of all lanes are done."""
     for run in runs:  # noqa: SIM110 - `all` would make a generator per call
         if run.remaining:
             return False

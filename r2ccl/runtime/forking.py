@@ -70,7 +70,7 @@ def _replace(descriptors: set[int]) -> None:
         return
     try:
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # no descriptor is left: one of these is replaced by being closed first
+    except OSError:  # no descriptor is free: close one of these first, and use its number
         os.close(min(descriptors))
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in descriptors - {null}:

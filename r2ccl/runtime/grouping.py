@@ -40,7 +40,7 @@ class Group:
         return self._thread == get_ident()
 
     def add(self, request: Request, stream: Any) -> None:
-        """Add a collective; `stream` is the caller's argument of that name."""
+        """Add a collective; `stream` is the ``stream`` argument of the caller."""
         self._requests.append((request, stream))
 
     def post(self, fn: Callable[[], MessageRequest]) -> None:
@@ -59,12 +59,12 @@ class Group:
         on_host : callable
             Runs requests on host memory.
         on_device : callable
-            Starts a request on the memory of a GPU, on the given stream.
+            Starts a request on device memory, on the given stream.
 
         Raises
         ------
         R2cclError
-            The error of a message or a collective. No message uses its array any more.
+            The error of a message or a collective; no message uses its array afterwards.
         """
         begun: list[MessageRequest] = []
         try:

@@ -91,7 +91,7 @@ class HostCollectives:
         #: Memory for converted inputs, for results that are converted back, and for the joint copy
         #: of a group's arrays; by purpose.
         self._converted: dict[str, Array] = {}
-        #: Calls a function in a context in which NumPy does not warn of overflow and the like.
+        #: Calls a function in a context in which NumPy does not warn about overflow and the like.
         run_quietly: Callable[..., None] = kernels.quiet_context().run
         self._run_quietly = run_quietly
         self.run_engine: RunEngine = partial(run_quietly, engine.run)
@@ -116,7 +116,7 @@ class HostCollectives:
         allgather : callable
             Allgathers bytes between the ranks of the communicator.
         obstacle : str
-            Reason why this rank cannot share memory; empty: it can.
+            Reason why this rank cannot share memory; empty if it can.
 
         Raises
         ------
@@ -248,8 +248,8 @@ class HostCollectives:
     ) -> None:
         """Run a collective from `source` to `output`, without copies before or after it.
 
-        It runs in shared memory or in one level over the network. `plan` is its plan, for which
-        `Engine.enter` has been called; None: the plan is made here.
+        The collective runs in shared memory or in one level over the network. `plan` is its plan if
+        `Engine.enter` has been called for the collective; None: this method selects the plan.
         """
         if self.local is not None and parts is None and self.local.collect(call, source, output):
             return
@@ -300,7 +300,10 @@ class HostCollectives:
         call.finish()
 
     def _memory_of(self, request: Request) -> StagedCall:
-        """Return the memory of a collective over the network, whose request has no conversion."""
+        """Return the arrays and copies of a collective over the network.
+
+        `request` must not have a conversion.
+        """
         source, output, call = request.source, request.output, request.signature
         assert isinstance(source, Buffer)
         data, parts = source.array, request.parts
@@ -324,7 +327,7 @@ class HostCollectives:
         return StagedCall(data, result, parts)
 
     def _own_part(self, whole: Array, count: int, parts: Parts | None) -> Array:
-        """Return this rank's part, of `count` elements, of an array with the parts of all."""
+        """Return this rank's part (`count` elements) of `whole`, which has all ranks' parts."""
         at = self._rank * count if parts is None else parts.inputs[self._rank][0]
         return whole[at : at + count]
 
@@ -393,7 +396,7 @@ class HostCollectives:
         """Return memory for `count` elements of `dtype`; later calls use the memory again."""
         nbytes = count * dtype.itemsize
         if self._scratch.nbytes < nbytes:
-            self.network_repeats.forget()  # they use the former memory
+            self.network_repeats.forget()  # repeated calls would use the former memory
             self._scratch = aligned_memory(nbytes)
         return self._scratch[:nbytes].view(dtype)
 

@@ -86,7 +86,7 @@ class Job:
     Raises
     ------
     InvalidArgument
-        If the excluded NICs leave a rank no rail, or two ranks no common one.
+        If the excluded NICs leave a rank without a rail, or two ranks without a common rail.
     TransportError
         If compiled code cannot be used for calls over TCP although ``R2CC_COMPILED=1``.
     """
@@ -190,7 +190,7 @@ class Job:
         Raises
         ------
         TransportTimeout
-            If those of one communicator do not end within ``R2CC_INIT_TIMEOUT_S``.
+            If the calls of a communicator do not end within ``R2CC_INIT_TIMEOUT_S``.
         """
         for participant in tuple(self._participants):
             participant.drain()
@@ -206,8 +206,8 @@ class Job:
         Raises
         ------
         TransportTimeout
-            If a peer has no path, for example because it does not call this method, after
-            ``R2CC_INIT_TIMEOUT_S``.
+            If there is no path to a peer after ``R2CC_INIT_TIMEOUT_S``, for example because the
+            peer does not call this method.
         InvalidArgument
             As from `dump_on_signal`, if ``R2CC_DUMP_SIGNAL`` is set.
         R2cclError
@@ -281,12 +281,10 @@ class Job:
 
         Abort instead if a blocking collective is in progress on a communicator to close
         (`Participant.is_blocking`), or if the caller is a signal handler that interrupted a call or
-        a function of `user_op` (`is_below`). A blocking call that waits behind asynchronous calls
-        counts as one of them: it is waited for, and so is a call of this method for the same
-        communicator in another thread.
+        a function of `user_op` (`is_below`). Wait for asynchronous calls, for blocking calls that
+        wait for them, and for a call of this method for the same communicator in another thread.
         Do nothing in a forked process: a thread of the parent may have held any lock at the fork.
-        Do not wait while Python ends, because the control thread does not run any more: then only
-        refuse calls.
+        While Python ends, the control thread no longer runs: then do not wait, only refuse calls.
         """
         if self.is_forked:
             return
@@ -338,9 +336,9 @@ class Job:
             self.engine.check_unknown()
 
     def _close_one(self, participant: Participant) -> None:
-        """Close a communicator other than the first one; the job's others stay open.
+        """Close a communicator other than the first one; the other communicators stay open.
 
-        If its asynchronous calls do not end, all communicators of the job end.
+        If the asynchronous calls of the communicator do not end, the whole job ends.
         """
         participant.refuse(self.closed)
         try:
@@ -369,7 +367,7 @@ class Job:
         quorum: str,
         make: Callable[[ControlPlane, tuple[int, ...]], _S],
     ) -> _S:
-        """End the job, and return the communicator that `make` makes of the surviving ranks.
+        """End the job, and return the communicator that `make` makes from the surviving ranks.
 
         See `Communicator.shrink` for `quorum` and the errors, and `regroup` for `make`.
         """
@@ -399,7 +397,7 @@ class Job:
     def abort(self, why: str) -> None:
         """End all communicators on all ranks, for the reason `why`, and free all resources.
 
-        Return within a second; a cleanup that takes longer continues in its thread. In a forked
+        Return within a second; a longer cleanup continues in the cleanup thread. In a forked
         process, only refuse calls.
         """
         self.refuse(self.forked if self.is_forked else self.closed)
@@ -422,7 +420,7 @@ class Job:
         If this call starts the cleanup, `deadline_s`, in seconds, is also the timeout of its steps,
         except the last step, which frees memory and connections and has longer timeouts of its
         own. If `is_below`, wait only until the control plane is closed. Do nothing in a forked
-        process, or while Python ends, when the thread of the cleanup does not run any more.
+        process, nor while Python ends, because the cleanup thread no longer runs then.
         """
         if self.is_forked or sys.is_finalizing():
             return
@@ -436,11 +434,11 @@ class Job:
         self._ending.wait(deadline_s + _BOUND_S, nsteps=2 if self.is_below else None)
 
     def closed(self) -> CommunicatorRevoked:
-        """Return the error of calls on a closed communicator."""
+        """Return the error that calls on a closed communicator raise."""
         return CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
 
     def forked(self) -> CommunicatorRevoked:
-        """Return the error of calls in a forked process."""
+        """Return the error that calls in a forked process raise."""
         return CommunicatorRevoked(
             f"rank {self.rank}: this process was forked from the process that created the "
             "communicator, and only that process can use it: start workers with spawn, or create "
@@ -483,7 +481,7 @@ class Job:
                 participant.end_calls(deadline_s)
             except TransportError as exc:
                 _log.error("rank %d: %s", self.rank, exc)
-            except Exception:  # the calls of the others must end all the same
+            except Exception:  # the calls of the other communicators must still end
                 _log.exception("rank %d: the calls of a communicator did not end", self.rank)
 
     def _end_data(self, deadline_s: float) -> None:

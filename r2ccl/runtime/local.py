@@ -57,7 +57,7 @@ class LocalCalls:
     ----------
     engine : Engine
     group : LocalGroup
-        All ranks of the communicator.
+        Shared memory of all ranks of the communicator.
     """
 
     def __init__(self, engine: Engine, group: LocalGroup) -> None:
@@ -76,13 +76,13 @@ class LocalCalls:
         return self._group.ncalls
 
     def ahead(self) -> dict[int, int]:
-        """Implement `LocalPath`."""
+        """Implement `LocalPath.ahead`."""
         positions = self._group.positions().items()
         return {self.members[index]: ncalls for index, ncalls in positions if ncalls > 0}
 
     @property
     def rings(self) -> Rings:
-        """Rings of the messages between the ranks."""
+        """Rings in shared memory that carry the messages between the ranks."""
         return self._group.rings
 
     @property
@@ -95,7 +95,7 @@ class LocalCalls:
     def takes(self, call: CallSignature) -> bool:
         """Return whether calls with this collective, dtype and op run in shared memory.
 
-        A call with a schedule of the user never does; `run` checks this.
+        A call with a schedule of the user never runs in shared memory; `run` checks this.
 
         Raises
         ------
@@ -219,7 +219,10 @@ class LocalCalls:
             self.repeats.forget()
 
     def leave(self, make: Make, x: Any, out: Any) -> None:
-        """Take arrays back from the peers: a repeated call of ``make(x, out, ...)`` has failed."""
+        """Take back the arrays of the repeated call ``make(x, out, ...)``, which has failed.
+
+        Peers may be accessing these arrays; see `r2ccl.shm.group.LocalGroup.leave`.
+        """
         output = array_of(x if out is None else out) if make is allreduce else None
         self._group.leave(output)
 
@@ -245,9 +248,10 @@ class LocalCalls:
         self._group.wake()
 
     def require_same(self, *, is_last: bool) -> None:
-        """Compare the calls that this rank made without waiting for the others, as far as known.
+        """Check that the other ranks made the same calls, for calls that did not wait for them.
 
-        If `is_last`, all ranks have made all their calls, so their numbers are compared, too.
+        Only calls that both ranks are known to have begun are compared. If `is_last`, all ranks
+        have made all their calls, so the numbers of calls are compared, too.
 
         Raises
         ------

@@ -124,7 +124,7 @@ class MessageCalls:
                 start(receive, False)
                 start(send, False)
                 return None
-            # Compiled code of the peer expects the request of a long message before the grant.
+            # The compiled code of the peer expects the REQUEST of a long message before the GRANT.
             sending = start(send, True)
             await_send = partial(self._collectives.await_message, sending)
             return self._exchange(start(receive, True), await_send)

@@ -47,7 +47,7 @@ class DeviceCalls(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Wait until no call uses the device any more, then close it and free all its resources.
+        """Wait until no call uses the device any more, then free all resources on the device.
 
         `timeout_s` limits the wait for each backend (`r2ccl.gpu.backends`).
 
@@ -302,8 +302,8 @@ class Participant:
     def is_below(self) -> bool:
         """True if the caller is a signal handler that interrupted a blocking call of its thread.
 
-        True also in a function of `user_op` that a collective calls. False if the interrupted call
-        is a collective that waits for the worker, which runs it.
+        True also in a function of `user_op` that a collective calls. False if the worker runs the
+        collective of the interrupted call, and this thread only waits for the worker.
         """
         return self.collectives.is_below or self.engine.messenger.is_below
 
@@ -326,7 +326,7 @@ class Participant:
         Raises
         ------
         TransportTimeout
-            If they do not end within ``R2CC_INIT_TIMEOUT_S``.
+            If the calls do not end within ``R2CC_INIT_TIMEOUT_S``.
         """
         if not self.worker.drain(self._config.init_timeout_s):
             raise TransportTimeout(
@@ -342,9 +342,9 @@ class Participant:
         self.collectives.in_turn(self.engine.leave)
 
     def require_same(self, *, is_last: bool) -> None:
-        """Compare the calls in shared memory with those of the other ranks, as far as known.
+        """Check that the other ranks made the same calls in shared memory, as far as is known.
 
-        See `LocalCalls.require_same` for `is_last`, and the error.
+        See `LocalCalls.require_same` for `is_last` and the error.
         """
         if self.on_host.local is not None:
             self.on_host.local.require_same(is_last=is_last)
@@ -381,7 +381,7 @@ class Participant:
         self._on_device.close(deadline_s)
 
     def require_seen(self) -> None:
-        """Raise the error of `Collectives.require_seen`, if any."""
+        """Raise an error if an asynchronous call failed unseen; see `Collectives.require_seen`."""
         self.collectives.require_seen()
 
 

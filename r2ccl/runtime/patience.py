@@ -62,7 +62,7 @@ def without_frames(error: R2cclError) -> R2cclError:
 
 
 def revoked(rank: int, reason: R2cclError) -> CommunicatorRevoked:
-    """Return the error of a call of `rank` after the communicator ended with the error `reason`."""
+    """Return the error for a call that `rank` made after the communicator ended with `reason`."""
     error = CommunicatorRevoked(
         f"rank {rank}: the communicator was revoked: {reason}", reason=reason
     )
@@ -71,7 +71,7 @@ def revoked(rank: int, reason: R2cclError) -> CommunicatorRevoked:
 
 
 def timed_out(patience: Patience) -> TransportTimeout:
-    """Return the error of a wait that has exceeded its timeout."""
+    """Return the error for a wait that has exceeded its timeout."""
     pending = patience.pending()
     awaited = {*pending.absent, *(wait.peer for wait in pending.waits)}
     setting = patience.setting

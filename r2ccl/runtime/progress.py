@@ -335,9 +335,9 @@ class Progress:
     def _seen(self, key: PathKey, frame: Frame, *, is_sent: bool = False) -> Path | None:
         """Record that `frame` arrived: count it as activity of its path, and note the peer's call.
 
-        `is_sent` tells that the frame concerns a slice to the peer. Return the path; None if the
-        frame is not of the current call and the communicator has ended, for example because the
-        calls of the peer and of this rank differ.
+        `is_sent` is True if the frame concerns a slice that this rank sends. Return the path, or
+        None if the frame does not belong to the current call and the communicator has ended, for
+        example because the peer and this rank have made different calls.
         """
         links = self._links
         path = self._paths[key]
@@ -359,7 +359,7 @@ class Progress:
     ) -> None:
         """Revoke the communicator if the calls numbered `op` of a peer and this rank differ.
 
-        `signature` is that of the peer, for slices from the peer or, if `is_sent`, to the peer. If
+        `signature` is the peer's, for slices from the peer or, if `is_sent`, to the peer. If
         this rank has not started the call, keep the signature for `begin`. If this rank has no
         signature of the call (see ``Calls.signatures``), do nothing.
         """
@@ -411,7 +411,7 @@ class Progress:
 
 
 def _nbytes(link: RecvLink, seq: int) -> int:
-    """Return the size of a cleared slice that arrived, or 0 for a duplicate."""
+    """Return the size in bytes of a cleared slice that arrived; 0 for a duplicate."""
     landing = link.landings.get(seq)
     return len(landing.region) if landing is not None and landing.region is not None else 0
 
@@ -453,9 +453,9 @@ def describe(signature: int) -> str:
 def difference(
     op: int, rank: int, peer: int, mine: int, theirs: int, *, is_earlier: bool = False
 ) -> InvalidArgument:
-    """Return the error of two ranks whose calls `op` have different packed signatures.
+    """Return the error for two ranks whose calls number `op` have different packed signatures.
 
-    If `is_earlier`, the calls are earlier ones.
+    If `is_earlier`, the calls that differ may also be earlier ones.
     """
     which = f"{op} or an earlier one" if is_earlier else str(op)
     return InvalidArgument(
@@ -466,7 +466,7 @@ def difference(
 
 
 def closed_early(rank: int, own: int, peer: int, op: int) -> InvalidArgument:
-    """Return the error of `rank`, which has closed after call `own`; `peer` has made call `op`."""
+    """Return the error for `rank`, which closed after call `own` although `peer` made call `op`."""
     return InvalidArgument(
         f"rank {rank} called close() after call {own}, but rank {peer} made call {op}: "
         "all ranks must make the same calls before close()"

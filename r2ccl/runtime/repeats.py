@@ -52,14 +52,14 @@ class Repeats:
     Attributes
     ----------
     last : dict of callable to Repeat
-        Functions that run the last calls again, by the function that makes the request.
+        By the function that makes the request: the function that runs the last such call again.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.last: dict[Make, Repeat] = {}
-        #: The same functions, and those of earlier calls, by the result of `_key`, each with the
-        #: prepared call that it repeats and the result of `_form`.
+        #: By the result of `_key`: a remembered call, the function that runs it again, and the
+        #: result of `_form`. Includes the functions in `last`.
         self._by_key: dict[Hashable, tuple[object, Repeat, bytes]] = {}
 
     def remember(
@@ -75,9 +75,9 @@ class Repeats:
         """Remember the call `prepared`, so that ``last[make]`` can run it again.
 
         ``make(x, out, *rest)`` made `request`. The call is remembered only if it used the arrays
-        themselves (C-contiguous arrays of NumPy or torch, no copies) and `rest` consists of
-        `_SCALARS` and of lists and tuples of exact integers. If the call allocated its output, that
-        must be an array of NumPy. Lists in `rest` may be changed afterwards.
+        themselves (C-contiguous NumPy arrays or torch tensors, no copies) and `rest` consists of
+        `_SCALARS` and of lists and tuples of `int` objects. If the call allocated its output, the
+        output must be a NumPy array. Lists in `rest` may be changed afterwards.
         """
         source, output, result = request.source, request.output, request.result
         uses_input, uses_output = source.owner is x, output is not None
@@ -109,8 +109,8 @@ class Repeats:
         """Run again a remembered call of `make` that has the form of these arguments.
 
         To be called after ``last[make]`` has returned NotImplemented. Unlike ``last[make]``, this
-        method also takes tensors of torch. Return the result, or NotImplemented if no
-        remembered call has this form or it cannot be run again now. Errors: as the call.
+        method also takes torch tensors. Return the result, or NotImplemented if no remembered call
+        has this form, or if it cannot be run again now. Raises the same errors as the call.
         """
         array, target = array_of(x), array_of(out)
         found = self._by_key.get(_key(make, x, array, out, rest))
@@ -118,7 +118,7 @@ class Repeats:
             return NotImplemented
         repeat = found[1]
         if repeat is self.last.get(make) and array is x and target is out:
-            return NotImplemented  # it was tried just now
+            return NotImplemented  # `last[make]` has just tried this call
         result = repeat(array, target, rest)
         if result is NotImplemented:
             return NotImplemented
@@ -161,13 +161,13 @@ class NetworkRepeats(Repeats):
         self._pool = pool
         self._run = run
         self._memory_of = memory_of
-        #: Programs that have run.
+        #: Programs of held calls that `remember_last` has seen.
         self._met: set[CompiledProgram] = set()
 
     def remember_last(
         self, make: Make, x: Any, out: Any, rest: tuple[Any, ...], request: Request
     ) -> None:
-        """Remember the last call, if it is held and an earlier one had the same program.
+        """Remember the last call, if it is held and an earlier call had the same program.
 
         ``make(x, out, *rest)`` made `request`.
         """
@@ -212,7 +212,7 @@ class NetworkRepeats(Repeats):
 
 
 def _key(make: Make, x: Any, array: Any, out: Any, rest: tuple[Any, ...]) -> Hashable:
-    """Return the key of a call: the same for calls of the same form, and rarely for others.
+    """Return the key of a call: equal for calls of the same form, rarely equal for others.
 
     `array` is a view of the input `x`, and `rest` has the arguments after the output.
     """
@@ -238,7 +238,7 @@ def _is_plain(value: Any) -> bool:
 def plain_of(rest: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments `rest` of a call, with sequences of integers of any type as tuples.
 
-    Lists and tuples of exact integers, and what is no sequence of integers, stay what they are.
+    Lists and tuples of `int` objects, and values that are not such sequences, stay as they are.
     """
     return rest if all(map(_is_plain, rest)) else tuple(map(_as_plain, rest))
 
@@ -266,9 +266,9 @@ def _form(array: Array, target: Array) -> bytes:
 
 
 def array_of(x: Any) -> Any:
-    """Return a view of `x` as an array of NumPy if its type is ``torch.Tensor``; otherwise `x`.
+    """Return a view of `x` as a NumPy array if its type is ``torch.Tensor``; otherwise `x`.
 
-    A tensor that NumPy cannot view, such as one on a GPU, is returned itself.
+    A tensor that NumPy cannot view, such as one on a GPU, is returned unchanged.
     """
     torch = torch_of(x)
     if torch is None or type(x) is not torch.Tensor:

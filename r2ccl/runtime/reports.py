@@ -1,7 +1,8 @@
 """Reports of a rank on its rails, its memory, its repairs and its calls.
 
-They are about the whole job, except that the calls, their plans, and the agreed health are those of
-one communicator. Any thread may make them, without waiting for a call; see `r2ccl.runtime.status`.
+The reports cover the whole job, except that the calls, their plans, and the agreed health are those
+of one communicator. Any thread may make a report, without waiting for a call; see
+`r2ccl.runtime.status`.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Reports:
         planning: Planning,
         memory: MemoryReport,
     ) -> RankStatus:
-        """Return the full status of this rank, with the collective of the communicator.
+        """Return the full status of this rank, including the communicator's collective in progress.
 
         Parameters
         ----------

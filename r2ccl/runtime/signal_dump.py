@@ -58,10 +58,10 @@ class SignalDump:
     def close(self) -> None:
         """Stop writing, and restore the previous handler. Idempotent.
 
-        A previous handler that was not installed from Python is replaced by the default action. If
-        another `SignalDump` has replaced this handler, that one calls the previous handler of this
-        one from now on. If any other handler has replaced this one, or this is not the main thread,
-        nothing is restored, and this handler only calls the previous one.
+        If the previous handler was not installed from Python, the default action is installed
+        instead. If another `SignalDump` has replaced this handler, that `SignalDump` from now on
+        calls the previous handler of this one. If any other handler has replaced this one, or this
+        is not the main thread, nothing is restored, and this handler only calls the previous one.
         """
         if self._write is None:
             return

@@ -22,7 +22,7 @@ from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.participant import Participant
 from r2ccl.types import AllgatherBytes
 
-#: Form of an `_Entry`, without the offer.
+#: Wire format of an `_Entry`, without the offer.
 _ENTRY = struct.Struct("<BBqq")
 _INT64 = range(-(1 << 63), 1 << 63)
 #: Maximum pause in seconds before another attempt, while another thread makes a communicator.
@@ -30,7 +30,7 @@ _PAUSE_S = 0.002
 
 
 class _Entry(NamedTuple):
-    """Entry of a rank in the agreement: its wish, which all other ranks receive.
+    """Arguments and state of one rank in the agreement, sent to all other ranks.
 
     Attributes
     ----------
@@ -172,7 +172,7 @@ def agree(
     Raises
     ------
     InvalidArgument
-        If `color` or `key` is not an integer of 64 bits, if `allgather` returns bytes that no rank
+        If `color` or `key` is not a 64-bit integer, if `allgather` returns bytes that no rank
         can have passed, or if no context id is free on all ranks of the new communicator.
     TransportTimeout
         If, after `timeout_s`, other threads are still making communicators, or all context ids of a

@@ -16,8 +16,9 @@ from r2ccl.schedule.chunks import Parts
 
 Array = npt.NDArray[Any]
 
-# Words of a repeated call. A *place* is two words: the array that it is in (`IN_INPUT` or
-# `IN_OUTPUT`) and the offset in bytes, or `NOWHERE` and the address.
+# Indices of the 64-bit words that describe a repeated call to compiled code. A *place* is two
+# words: the caller's array that contains it (`IN_INPUT` or `IN_OUTPUT`) and the offset in bytes, or
+# `NOWHERE` and the address.
 
 #: Address of the form of the arrays (0: not checked); places of input and output of the schedule.
 FORM, SOURCE, OUTPUT = 0, 1, 3
@@ -67,14 +68,16 @@ class StagedCall(NamedTuple):
 def words_of(
     call: StagedCall, form: int, x: Array, out: Array
 ) -> tuple[npt.NDArray[np.int64], list[Array]]:
-    """Return the words of a repeated call, and the memory that must live as long as they are used.
+    """Return the words that describe a repeated call to compiled code, and the memory they use.
+
+    The caller must keep this memory alive while it uses the words.
 
     Parameters
     ----------
     call : StagedCall
         Memory of the call with the arrays `x` and `out`.
     form : int
-        Address of the form of `x` and `out`.
+        Address of the form of `x` and `out`, see `r2ccl.shm.arrays.form_of`.
     x, out : ndarray
         The caller's contiguous arrays; they are not kept alive.
     """
@@ -101,7 +104,7 @@ def words_of(
 
 
 def plain_words() -> npt.NDArray[np.int64]:
-    """Return words without a form and without copies: the schedule uses the arrays themselves."""
+    """Return words of a call that uses the arrays themselves, without copies or a form to check."""
     words = np.zeros(_NWORDS, np.int64)
     words[OUTPUT] = IN_OUTPUT
     return words

@@ -1,4 +1,4 @@
-"""Turn to run collectives, or to move messages, of one communicator: the class `Turn`."""
+"""Turn: lets one thread at a time run the collectives, or move the messages, of a communicator."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Turn:
     One thread has the turn at a time: from the first copy of a collective to its last, or while it
     moves messages. There are two ways to take it:
 
-    - A thread acquires `lock`, sets `is_running` unless it is the worker, whose queued task is
-      known, and then waits until `is_repeating` is False.
+    - A thread acquires `lock`, sets `is_running`, and then waits until `is_repeating` is False. The
+      worker does not set `is_running`: compiled code sees that the worker is not idle.
     - Compiled code, which holds the GIL, finds that `is_running` and `is_repeating` are False and
       that the worker, if there is one, is idle, and sets `is_repeating`. Acquiring `lock` would
       take longer than all these steps together.
@@ -79,9 +79,9 @@ class Turn:
         self.lock.release()
 
     def await_return(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds until compiled code does not have the turn.
+        """Wait up to `timeout_s` seconds for compiled code to return the turn, if it has the turn.
 
-        Return whether it does not. The caller holds `lock`.
+        Return True if compiled code does not have the turn. The caller must hold `lock`.
         """
         return not self.is_repeating or self._await_return(timeout_s)
 
@@ -108,7 +108,7 @@ class Turn:
                 self._gates.popleft().release()
 
 
-#: Longest time in seconds between two looks at the turn, in case Ctrl-C prevents `Turn.wake`.
+#: Longest time in seconds between two checks of the turn, in case Ctrl-C prevents `Turn.wake`.
 _LOOK_S = 0.1
 
 __all__ = ["HAS_GIL", "Turn"]

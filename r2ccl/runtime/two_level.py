@@ -81,9 +81,9 @@ class TwoLevelCalls:
     ----------
     engine : Engine
     group : LocalGroup
-        Ranks of this node.
+        Shared memory of the ranks of this node.
     team : tuple of int
-        The same ranks, numbered as in the job.
+        Ranks of this node, numbered as in the job.
     plans : TwoLevelPlans
         Divisions of calls into chunks, and plans between the nodes.
     one_level : PlanCache
@@ -120,7 +120,7 @@ class TwoLevelCalls:
         self._worker = Worker(f"r2ccl-node-{engine.rank}", nullcontext(), self._on_error)
         #: True if there is a kernel for shared memory, by dtype and op.
         self._taken: dict[tuple[int, int], bool] = {}
-        #: Identifier of the thread of the current call; and whether the call's first steps ended.
+        #: Identifier of the thread of the current call; True once its first steps are done.
         self._caller = 0
         self._has_begun = False
         engine.attach(self)
@@ -177,7 +177,7 @@ class TwoLevelCalls:
                 self._one_level(call, health, engine.op, parts=parts, is_bandwidth_sample=is_sample)
             )
             return True
-        # A rank can place its parts of an allgather as it likes, without the others knowing.
+        # Each rank chooses the places of the parts of an allgather; other ranks do not know them.
         is_apart = call.collective == Collective.ALLGATHER and ranges != consecutive(sizes)
         if output is None or is_apart or call.collective == Collective.REDUCE_SCATTER:
             work = self._scratch(call.count, source.dtype)
@@ -192,9 +192,9 @@ class TwoLevelCalls:
         return True
 
     def count_chunks(self, nbytes: int, health: Health) -> int:
-        """Return the number of chunks of an allreduce of `nbytes`; 0: it runs in one level.
+        """Return the number of chunks of an allreduce of `nbytes`; 0 if it runs in one level.
 
-        Any thread may call it.
+        Any thread may call this method.
         """
         call = CallSignature(Collective.ALLREDUCE, _UINT8, ReduceOp.SUM, nbytes)
         division = self._plans.division(call, health) if nbytes else None
@@ -293,7 +293,7 @@ class _Run:
         self._steps: list[Steps] = [make(call.collective, chunk) for chunk in division.chunks]
 
     def run(self, health: Health) -> None:
-        """Run the call, for whose first chunk `Engine.enter` has returned `health`."""
+        """Run the call; `health` is the result of `Engine.enter` for the first chunk."""
         calls, last = self._calls, len(self._steps) - 1
         calls._caller, calls._has_begun = get_ident(), False
         try:
@@ -327,7 +327,7 @@ class _Run:
     def _run_between(self, step: NetworkStep, health: Health | None) -> None:
         """Run the step between the nodes.
 
-        `health` is the result of `Engine.enter` for the chunk; None: it has not been called yet.
+        `health` is the result of `Engine.enter` for the chunk; None: `enter` was not called yet.
         """
 
         def select(health: Health, _: int = 0) -> Plan:
@@ -419,9 +419,10 @@ class _TeamExchange:
         return [_unpack(rows[rank]) for rank in self._team]
 
     def finish(self, problem: str) -> list[str]:
-        """Take part until no node needs an allgather; return the problem of each rank, or "".
+        """Take part until no node needs another allgather; return the `problem` of each rank.
 
-        `problem` is that of this rank; at most `_NBYTES` bytes of it are sent.
+        `problem` is the reason why this rank cannot share memory, or "". At most `_NBYTES` bytes of
+        the text are sent.
         """
         while True:
             rows = self._allgather(_pack(_LAST, problem.encode()[:_NBYTES]))
@@ -441,7 +442,7 @@ def connect(
     run_engine: RunEngine,
     scratch: Scratch,
 ) -> TwoLevelCalls:
-    """Share memory between the ranks of each node of a communicator.
+    """Share memory between the ranks of each node; return the two-level calls of a communicator.
 
     Parameters
     ----------

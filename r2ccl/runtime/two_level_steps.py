@@ -68,7 +68,7 @@ class NetworkStep(msgspec.Struct, frozen=True, eq=False):
 
 
 class Steps(NamedTuple):
-    """Steps of one chunk, in this order; ``before`` and ``after`` may be empty."""
+    """Steps of one chunk, in the order of the fields; ``before`` and ``after`` may be empty."""
 
     before: tuple[LocalStep, ...]
     between: NetworkStep
@@ -213,7 +213,7 @@ class StepMaker:
         return LocalStep(Collective.ALLGATHER, count, (sent, put), self._memory.source, output)
 
     def _hand_out(self, piece: Piece) -> LocalStep:
-        """Return the step that copies the reduced elements of a piece to the ranks they are for."""
+        """Return the step that copies the reduced elements of a piece to their ranks."""
         index, bounds = self._place.local_rank, self._bounds
         first, end = self._range(piece)
         ranks = range(self._place.nlocal)

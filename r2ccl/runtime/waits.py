@@ -70,17 +70,17 @@ class Waits:
         self._late = SlowRecords()
 
     def last_ops(self) -> dict[int, int]:
-        """Return the last collective that each other rank was seen in, by rank in the job; 0: none.
+        """Return the number of the last collective in which each other rank was seen; 0: none.
 
-        A rank is seen in a collective by a frame of the collective that arrived from it, or by its
-        answer to the desync check.
+        The keys are ranks of the job. A rank is seen in a collective when a frame of the collective
+        arrives from it, or when it answers the desync check.
         """
         seen, members = self._calls.seen.copy(), self._context.members
         said = self._desync.said.copy()
         return {members[peer]: max(op, seen.get(members[peer], 0)) for peer, op in said.items()}
 
     def nothing(self) -> Pending:
-        """Return the description of a rank without a blocked call."""
+        """Return a `Pending` that says that no call of this rank is blocked."""
         now = self._clock()
         return Pending(self._rank, "", now, now)
 
@@ -147,7 +147,7 @@ class Waits:
         has_begun: bool = False,
         is_part: bool = False,
     ) -> None:
-        """Wait until a call in shared memory, or a step of one, has ended: until ``resume()``.
+        """Wait for the end of a call in shared memory, or of a step of one: until ``resume()``.
 
         Between the calls of `resume`, run the data loop unless another thread runs it. Log a line
         after ``R2CC_SUSPICION_TIMEOUT_S``, and again every `SAY_AGAIN_S`.

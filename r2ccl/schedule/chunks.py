@@ -62,7 +62,7 @@ class Parts(msgspec.Struct, frozen=True):
 
 
 def consecutive(counts: Sequence[int]) -> tuple[Range, ...]:
-    """Return the ranges of parts of `counts` elements that follow one another without gaps."""
+    """Return the ranges of parts without gaps between them; part k has ``counts[k]`` elements."""
     return tuple(pairwise(accumulate(counts, initial=0)))
 
 
@@ -121,7 +121,7 @@ def layout(
     Parameters
     ----------
     count, itemsize : int
-        Number of elements of the buffer, not read if `parts` is given; and bytes of an element.
+        Number of elements of the buffer (ignored if `parts` is given), and bytes of an element.
     nchunks, weights : sequence of int
         Number of chunks and share of each channel.
     nparts : int

@@ -25,7 +25,7 @@ from r2ccl.schedule.graph import Bools, topological_levels
 from r2ccl.schedule.ir import OpKind, Schedule
 from r2ccl.schedule.shapes import Point
 
-#: Default maximum of panels per picture; more panels make it too long to view.
+#: Default maximum number of panels per picture; more panels make a picture too long to view.
 DEFAULT_PANELS = 6
 
 #: Maximum number of per-rank loads in a heading; more make it wider than the picture.
@@ -42,8 +42,8 @@ _LEAVING, _NUMBER_AT, _NUMBER_HEIGHT, _CHARACTER = 9, 27, 15, 7.5
 class _Move(NamedTuple):
     """One drawn item: messages drawn as one arrow, or local ops drawn as one mark.
 
-    `landed` and `done` are step numbers. They differ if a message waits after landing before it is
-    reduced. `source` is -1 for a local op.
+    `landed` is the step in which a message lands, and `done` the step in which its op is done. They
+    differ if a message waits before it is reduced. `source` is -1 for a local op.
     """
 
     channel: int

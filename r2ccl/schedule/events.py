@@ -165,7 +165,7 @@ def check_slices(arrays: ScheduleArrays, events: Events) -> None:
 
 
 def replay_order(arrays: ScheduleArrays, events: Events) -> tuple[Ints, Ints]:
-    """Return all ops, grouped by (channel, chunk), in a possible order of execution in each group.
+    """Return all ops, grouped by (channel, chunk), each group in a possible order of execution.
 
     Every op works on one chunk index, so the groups share no data.
 
@@ -230,7 +230,7 @@ def _edges(arrays: ScheduleArrays, other: Ints) -> tuple[Ints, Ints, Bools, Bool
 
 
 def _links(arrays: ScheduleArrays) -> Ints:
-    """Return the number of each op's directed link (channel, source rank, destination rank)."""
+    """Return, for each op, a number that identifies its link (channel, source, destination)."""
     ops = arrays.ops
     # Include the peers: a rank without ops occurs only as a peer.
     nranks = int(max(ops["rank"].max(initial=0), ops["peer"].max(initial=0))) + 1

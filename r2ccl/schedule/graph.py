@@ -57,7 +57,7 @@ def topological_levels(nnodes: int, source: Ints, target: Ints, weight: Ints) ->
         np.subtract.at(missing, reached, 1)
         ready = reached[missing[reached] == 0]
         entries = np.arange(ready.size)
-        entry_of[ready] = entries  # of a node that is there several times, one entry
+        entry_of[ready] = entries  # a node can be in `ready` several times: keep one entry
         frontier = ready[entry_of[ready] == entries]
     return Levels(level, distance)
 

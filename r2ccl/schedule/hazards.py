@@ -69,7 +69,7 @@ def check_hazards(
 
 
 class _Waits:
-    """Order between ops that their dependencies and messages guarantee."""
+    """Checker that dependencies and messages guarantee the order of two ops."""
 
     def __init__(self, arrays: ScheduleArrays, other: Ints, moment: Ints) -> None:
         self._arrays = arrays
@@ -84,8 +84,7 @@ class _Waits:
     def require(self, earlier: int, later: int, verb: str) -> None:
         """Raise ScheduleError unless `earlier` always ends before `later` uses the same memory.
 
-        `verb` says in the text of the error what `later` does with the memory: "overwrites", for
-        example.
+        The error message says with `verb`, such as "overwrites", what `later` does with the memory.
         """
         if self._is_ordered(earlier, later):
             return

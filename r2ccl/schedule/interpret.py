@@ -19,7 +19,7 @@ from r2ccl.schedule.ir import Op, OpKind, Schedule, Space
 
 Array = npt.NDArray[Any]
 
-#: A message: source rank, destination rank, channel, position in the order of that link.
+#: A message: source rank, destination rank, channel, position among the messages of this link.
 Ticket = tuple[int, int, int, int]
 
 #: ``reduce(left, right)`` reduces two arrays element by element.

@@ -151,7 +151,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     Parameters
     ----------
     name : str
-        Name of the algorithm, for messages and reports. By this name, the planner also selects the
+        Name of the algorithm, for messages and reports. The planner also uses it to select the
         formula for the predicted time of a call.
     collective : str
         Name of the collective: a key of `CONDITIONS` or `ROOTED` in `r2ccl.schedule.conditions`.

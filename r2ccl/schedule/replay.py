@@ -28,8 +28,9 @@ from r2ccl.schedule.ir import OpKind, Schedule, Space
 class HeldChunk(NamedTuple):
     """Symbolic content of a chunk or of a message.
 
-    ``expression`` is the number of the expression, ``contributions`` the bit set of the ranks in
-    it. ``is_final`` is True after an op with `Op.is_final`, where AVG divides.
+    ``expression`` is the number of the expression, and ``contributions`` is the bit set of the
+    ranks whose data is in the expression. ``is_final`` is True if an op with `Op.is_final`, which
+    divides for AVG, has completed the data.
     """
 
     expression: int

@@ -44,7 +44,7 @@ def table(schedule: Schedule, ranks: Sequence[int] | None = None, channel: int =
     str
         A cell shows the destination, the operands in order, the indices of the ops that the op
         waits for (after ``@``), and ``!`` if the op completes a reduction. If the program of a rank
-        lacks the channel, the cell says how many it has.
+        lacks the channel, the cell says how many channels the program has.
 
     Raises
     ------

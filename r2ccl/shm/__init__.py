@@ -8,10 +8,10 @@ other ranks map; segments for arrays of the user are made on request. Modules:
 - `atomics` has the loads, stores and system calls that compiled code makes on shared memory;
 - `waiting` waits in compiled code until a peer has advanced;
 - `arrays` describes the arrays of a prepared call by numbers, which compiled code compares;
-- `rounds` has the compiled steps that all collectives share, `transfer` the choice how a rank
-  passes on its data;
-- `places` has the compiled steps by which peers access an array directly, `reading` those that read
-  the memory of another process, and `single_copy` those that move data between arrays;
+- `rounds` has the compiled steps that all collectives share; `transfer` chooses how a rank passes
+  its data to its peers;
+- `places` has the compiled steps by which peers access an array directly, `reading` the steps that
+  read the memory of another process, and `single_copy` the steps that move data between arrays;
 - `allreduce` is the compiled pipeline of large allreduces, `scan` the pipeline of scans, and
   `exchange` the compiled loop of all other collectives;
 - `symmetric` makes the memory that all ranks map for a user's arrays, `room` reads the amount of
@@ -22,8 +22,8 @@ other ranks map; segments for arrays of the user are made on request. Modules:
   `repeat_loop` has the compiled code of these functions;
 - `group` has `LocalGroup`, the object that a communicator calls;
 - `message_layout` has the offsets in the memory for messages, and the words of a rank's table;
-- `frames` has the compiled steps of messages, `message_transfer` those that choose whether a long
-  one is read from the sender's process, and that read it; `pump` the compiled loop that moves them;
+- `frames` has the compiled steps of messages; `message_transfer` chooses whether a long message is
+  read from the sender's process, and reads it; `pump` has the compiled loop that moves messages;
 - `one_message` sends and receives in one compiled call; `repeat_message` makes functions that run
   such a call again, `repeat_message_loop` has their compiled code;
 - `rings` has `Rings`, which `r2ccl.runtime.messages` uses;

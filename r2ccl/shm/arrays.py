@@ -11,7 +11,7 @@ from r2ccl.kernels.arrays import data_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
-#: Flags that a call checks: C-contiguous, aligned, writeable.
+#: Flags of a NumPy array that a call checks: C-contiguous, aligned, writeable.
 CHECKED_FLAGS = 0x1 | 0x100 | 0x400
 
 #: Form of a pair of arrays, see `form_of`: number of words of each array, and indices of the two

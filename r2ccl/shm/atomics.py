@@ -65,7 +65,7 @@ def store_release(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Add `value` to the 64-bit word at `address`; return what the word was before."""
+    """Add `value` to the 64-bit word at `address`; return the previous value of the word."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], "seq_cst")
@@ -198,7 +198,10 @@ def futex_wake(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def read_memory(typing_context: Any, pid: Any, target: Any, source: Any, nbytes: Any) -> Any:
-    """Copy bytes of process `pid` from `source` to `target`: process_vm_readv(2)."""
+    """Copy `nbytes` bytes at `source` in process `pid` to `target`: process_vm_readv(2).
+
+    Returns the number of bytes copied; -1 if the call failed.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pair = ir.ArrayType(_I64, 2)
@@ -299,7 +302,7 @@ def call_loop(
 def call_direct(
     typing_context: Any, direct: Any, state: Any, table: Any, call: Any, source: Any, target: Any
 ) -> Any:
-    """Call the function of `r2ccl.shm.one_message.make_direct` at address `direct`."""
+    """Call a function of `r2ccl.shm.one_message.make_direct`, at address `direct`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call_at(builder, *args)
@@ -309,7 +312,7 @@ def call_direct(
 
 @intrinsic
 def call_function(typing_context: Any, function: Any, argument: Any) -> Any:
-    """Call the function at an address with one integer; return its result, an integer."""
+    """Call the function at address `function` with one integer; return its result, an integer."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call_at(builder, *args)
@@ -337,7 +340,7 @@ def _call_void(builder: Any, name: str) -> None:
 
 
 def _call_at(builder: Any, address: Any, *arguments: Any) -> Any:
-    """Call the function of integers at `address`; return its result."""
+    """Generate a call of the function at `address`, which takes and returns 64-bit integers."""
     kind = ir.FunctionType(_I64, [_I64] * len(arguments))
     return builder.call(builder.inttoptr(address, kind.as_pointer()), arguments)
 

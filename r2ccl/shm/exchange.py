@@ -187,7 +187,7 @@ def make_exchange() -> Loop:
                     sent = max(sent, sent_from[peer] + sent_nbytes[peer])
                 put = max(put, put_to[peer] + put_nbytes[peer])
 
-        # Whether headers have a place or zero; if parts have the same size, all ranks decide alike.
+        # True if headers have a place or zero; if parts have the same size, all ranks decide alike.
         least = min(given[LOOP_LEAST_REACHED], given[LOOP_LEAST_READ])
         is_reaching = has_tables or nbytes >= least
         # With a root, the duration of a rank that only sends says nothing about the receivers.

@@ -64,7 +64,7 @@ def peer_words(table_at: Any, peer: Any) -> Any:
 
 @inlined
 def ring_bell(bell: Any) -> None:
-    """Wake the sleeping threads of the rank whose bell has the address `bell`.
+    """Wake the threads of a rank that sleep on its bell, a word at address `bell`.
 
     The caller must have stored the value for which these threads wait.
     """

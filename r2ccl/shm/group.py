@@ -109,12 +109,14 @@ _L3_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _L3_NBYTES = 32 << 20
 #: Initial, smallest and largest number of pauses of a wait; True: more ranks than cores.
 _SPINS = {False: (500, 20, 2000), True: (20, 5, 20)}
+#: Number of calls of sched_yield(2) before a wait sleeps; True: more ranks than cores.
 _YIELDS = {False: 0, True: 20}
 #: Longest sleep within compiled code, in nanoseconds. Python handles signals and failures after
 #: each sleep.
 _SLEEP_NS = 4_000_000
 
-#: Time in seconds after which a process that cannot be read is not expected to end.
+#: If the memory of a process cannot be read for this time in seconds, but the process has not
+#: ended, the call fails.
 _READABLE_S = 1.0
 
 #: Largest number of prepared calls that a group keeps.
@@ -317,13 +319,13 @@ class LocalGroup:
         return int(self._memory[AWAITED])
 
     def absent(self) -> list[int]:
-        """Return the indices of the ranks that have not posted the current call yet."""
+        """Return the indices of the ranks that have not begun the current call yet."""
         return [index for index, ncalls in self.positions().items() if ncalls < 0]
 
     def positions(self) -> dict[int, int]:
-        """Return, by index, how many calls more than this rank each other rank has begun.
+        """Return how many calls each other rank is ahead of this rank, by the index of the rank.
 
-        The number is negative for a rank that has begun fewer.
+        The number is negative for a rank that has begun fewer calls.
         """
         first = int(self._memory[layout.NCALLS]) << layout.ROUND_BITS
         at, step = layout.HEADERS // 8, layout.LINE_NBYTES // 8
@@ -479,9 +481,9 @@ class LocalGroup:
     ) -> Repeat:
         """Return a function that runs a call again on arrays of the form of `source` and `output`.
 
-        For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`, whose parameter
-        ``output`` is `role`. The function `proceed` is given the arguments of the method `proceed`,
-        and must call this method.
+        For the other parameters, and errors, see `r2ccl.shm.repeat.repeat_of`, where `role` is
+        named ``output``. The function `proceed` gets the arguments of the method `proceed`, and
+        must call this method.
         """
         formed = call.of_form(source, output)
         return repeat_of(
@@ -553,7 +555,7 @@ class LocalGroup:
             )  # fmt: skip
 
     def find_difference(self) -> CallsDiffer | None:
-        """Compare the headers that have been announced and not been compared.
+        """Compare the headers that peers have announced and this rank has not compared yet.
 
         Return the first difference, or None if there is none.
         """
@@ -569,7 +571,7 @@ class LocalGroup:
     # State
 
     def _met(self, index: int) -> int:
-        """Return the number of the last call whose header of rank `index` has been compared."""
+        """Return the number of the last call for which rank `index`'s header has been compared."""
         ncalls = int(self._memory[layout.NCALLS])
         met = int(self._memory[layout.BASES + 2 * self._nranks + index])
         return ncalls - (((ncalls << layout.ROUND_BITS) - met) % _WORD >> layout.ROUND_BITS)
@@ -628,14 +630,14 @@ def _cache_nbytes() -> int:
 
 
 def _most(nbytes: int, npieces: int) -> int:
-    """Return the maximum size in bytes of one of about `npieces` pieces of `nbytes` bytes."""
+    """Return the maximum piece size in bytes to cut `nbytes` bytes into about `npieces` pieces."""
     return min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // npieces + 63) & -64))
 
 
 def _least_reached(collective: int, nranks: int) -> int:
-    """Return the size in bytes from which on peers read a part directly from the sender's array.
+    """Return the smallest size in bytes at which peers read directly from the sender's array.
 
-    It is the size of one part or, for an allreduce, of the whole input.
+    The size is that of one part or, for an allreduce, of the whole input.
     """
     if collective == Collective.ALLREDUCE:
         return SHARE_NBYTES * nranks
@@ -707,7 +709,7 @@ _PROBLEM_NBYTES = RESULT_NBYTES - _HOST_NBYTES - LISTENER_NAME_NBYTES
 
 
 class _Offer(NamedTuple):
-    """Message of a rank that makes a group.
+    """Message that each rank sends to the other ranks when they make a group.
 
     ``host`` is the result of `_host_of_process`, and ``name`` the name of the rank's
     `SegmentListener`. ``problem`` is the reason why the rank cannot share memory; empty if it can.

@@ -30,8 +30,8 @@ MOST_PAGE_NBYTES = 1 << 16
 # in its higher bits and the index in the call in its lower bits. Numbers begin again after 2**64;
 # they are compared by their difference.
 
-#: The lower 32 bits of the numbers of successive rounds must differ, as a futex compares only them:
-#: a header changes by `NHEADERS` calls.
+#: The lower 32 bits of successive values of a word must differ, because a futex compares only these
+#: bits; the round number in a header advances by `NHEADERS` calls at a time.
 ROUND_BITS = 26
 #: Distance between the first rounds of two successive calls; no call has as many rounds: they would
 #: move 64 GiB to each of 256 ranks. Index that a rank announces when it has finished a call.
@@ -56,8 +56,8 @@ LEFT = 3 * LINE_NBYTES
 #: Mutex that the owner holds as long as it uses the segment: a ``pthread_mutex_t``, of 40 or 48
 #: bytes, and a flag. See `r2ccl.shm.robust_mutex`.
 MUTEX = 4 * LINE_NBYTES
-#: Number of the owner's process; address of a word in the memory of this process that is not
-#: shared, and its value; 1 if the owner can read the memory of all other ranks. See
+#: Process id of the owner; address of a word in the memory of this process that is not shared, and
+#: the value of the word; 1 if the owner can read the memory of all other ranks. See
 #: `r2ccl.shm.reading`.
 PID = 5 * LINE_NBYTES
 PROBE, TOKEN, CAN_READ = PID + 8, PID + 16, PID + 24
@@ -139,7 +139,7 @@ HOME = 17
 OWN_SYMMETRIC, NSYMMETRIC, SYMMETRIC = 18, 19, 20
 #: Words of a row of the first table: address of the first byte, end (exclusive), segment number.
 ROW_NWORDS = 3
-#: Whether peers access this rank's arrays in the call, see the values below; number of calls that
+#: Access of peers to this rank's arrays in the call, see the values below; number of calls that
 #: began again, which `NCALLS` counts twice.
 MODE, NREPEATED = 21, 22
 #: Transfer of the call; time at which all ranks had begun the call, in nanoseconds, or 0: do not
@@ -168,7 +168,7 @@ def set_sleep(state: npt.NDArray[np.int64], duration_ns: int) -> None:
     state[[SLEEP_S, SLEEP_NS]] = divmod(duration_ns, 1_000_000_000)
 
 
-# Values of MODE: not known yet; peers do not access the arrays; they do.
+# Values of MODE: not known yet; peers do not access the arrays; peers access the arrays.
 
 UNDECIDED, STAGED, DIRECT = 0, 1, 2
 

@@ -17,7 +17,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 class LocalCall(NamedTuple):
-    """Call that `r2ccl.shm.group.LocalGroup.prepare` has prepared."""
+    """Prepared call of a collective, made by `r2ccl.shm.group.LocalGroup.prepare`."""
 
     #: Compiled loop of the collective, and its address as a C function.
     run: Loop
@@ -46,7 +46,7 @@ class LocalCall(NamedTuple):
         return cls(callable_of(maker), address_of(maker), made, data_of(made), tables)
 
     def of_form(self, source: Array, output: Array) -> LocalCall:
-        """Return the call for arrays of the same form as `source` and `output`.
+        """Return a copy of the call for arrays of the same form as `source` and `output`.
 
         The form is the result of `r2ccl.shm.arrays.form_of`. For arrays of another form,
         `r2ccl.shm.group.LocalGroup.run` does nothing and returns False.
@@ -56,7 +56,7 @@ class LocalCall(NamedTuple):
         return made._replace(form=form, dtypes=(source.dtype, output.dtype))
 
     def signed(self, signature: int) -> LocalCall:
-        """Return the call with another packed signature, which all ranks compare."""
+        """Return a copy of the call with another packed signature, which all ranks compare."""
         return self._with(LOOP_SIGNATURE, signed_word(signature))
 
     def _with(self, index: int, value: int) -> LocalCall:

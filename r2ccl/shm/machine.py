@@ -12,7 +12,8 @@ import platform
 from r2ccl.shm.layout import CPU_SET_NBYTES
 
 MACHINE = platform.machine()
-#: Numbers of futex(2), sched_setaffinity(2) and sched_getaffinity(2), by machine (asm/unistd.h).
+#: Numbers of futex(2), sched_setaffinity(2), sched_getaffinity(2) and process_vm_readv(2), by
+#: machine (asm/unistd.h).
 _NUMBERS = {"x86_64": (202, 203, 204, 310), "aarch64": (98, 122, 123, 270)}
 SYSTEM_CALLS = _NUMBERS.get(MACHINE, (0, 0, 0, 0))
 #: Reason why this machine cannot run the compiled functions; empty if it can.
@@ -22,7 +23,7 @@ if MACHINE not in _NUMBERS:
 
 
 def home_cpu(index: int, nranks: int) -> int:
-    """Return a CPU for rank `index` of the `nranks` ranks of this host, a different one for each.
+    """Return a CPU for rank `index` of the `nranks` ranks of this host, different for each rank.
 
     All ranks must be allowed to run on the same CPUs. Return -1 if there are more ranks than such
     CPUs, or one of these CPUs has a number that is too large for the sets of CPUs in compiled code.

@@ -23,7 +23,7 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class Mapping:
-    """Memory of a descriptor, mapped until `close` or until the object is deleted.
+    """Memory of a file descriptor, mapped until `close` or until the object is deleted.
 
     Arrays that `numpy.asarray` makes of the object keep the object alive, but `close` unmaps their
     memory, too.

@@ -7,8 +7,8 @@ core. Otherwise it is often faster if the receiver alone copies the data, from t
 
 A REQUEST contains the address of the data if the message is large enough and the peer may read it.
 The receiver chooses: it remembers, for each peer and class of sizes, how long each transfer usually
-takes, as `r2ccl.shm.transfer` does for collectives. If it cannot read the data, it grants the
-message.
+takes, as `r2ccl.shm.transfer` does for collectives. If it cannot read the data, it *grants* the
+message: it answers with a GRANT, and the sender sends the data in frames.
 
 In all functions, `state` is a pointer to the state (`r2ccl.shm.layout`), `address` the address of
 the state, and `words` a pointer to the words of the peer in the table (`r2ccl.shm.message_layout`).
@@ -64,9 +64,9 @@ _MIB_BITS = 20
 def readable_address(state: Any, peer: Any, source: Any, nbytes: Any) -> Any:
     """Return `source`, the address of a message of `nbytes` bytes, if rank `peer` may read it.
 
-    Return 0 if the message has less than `_LEAST_NBYTES`, or the peer has not told that it can read
-    the memory of all other ranks. The memory of a device, mapped into the process, cannot be read;
-    the peer notices that when it tries, and grants the message.
+    Return 0 if the message has less than `_LEAST_NBYTES`, or the peer has not published that it can
+    read the memory of all other ranks. The memory of a device, mapped into the process, cannot be
+    read; the peer notices that when it tries, and grants the message.
     """
     if nbytes < _LEAST_NBYTES or load_acquire(state[BASES + peer] + CAN_READ) == 0:
         return 0
@@ -75,7 +75,7 @@ def readable_address(state: Any, peer: Any, source: Any, nbytes: Any) -> Any:
 
 @inlined
 def _class_of(nbytes: Any) -> Any:
-    """Return the number of the class of messages of `nbytes` bytes."""
+    """Return the number of the size class to which messages of `nbytes` bytes belong."""
     number, rest = 0, nbytes >> (_LEAST_BITS + 1)
     while rest > 0 and number < NCLASSES - 1:
         number += 1
@@ -85,7 +85,7 @@ def _class_of(nbytes: Any) -> Any:
 
 @inlined
 def _row_bits(number: Any) -> Any:
-    """Return the binary logarithm of the length of the rows of class `number`."""
+    """Return log2 of the number of messages in a row that use one transfer, in class `number`."""
     return max(_LEAST_ROW_BITS, MOST_ROW_BITS - number)
 
 
@@ -93,7 +93,7 @@ def _row_bits(number: Any) -> Any:
 def chosen_address(words: Any, readable_at: Any, nbytes: Any) -> Any:
     """Choose the transfer of a message that a receive takes.
 
-    Return `readable_at`, the address that the sender has announced, if this rank shall read the
+    Return `readable_at`, the address that the sender has announced, if this rank is to read the
     message, otherwise 0; also 0 if `readable_at` is 0.
     """
     if readable_at == 0:
@@ -111,10 +111,10 @@ def begin_in(
 ) -> None:
     """Begin to receive a long message of `nbytes` bytes at address `target`.
 
-    With `readable_at` 0, `pull` copies the message from frames; one of at least
+    With `readable_at` 0, `pull` copies the message from frames; a message of at least
     ``state[STREAM_NBYTES]`` bytes is written without storing it in the caches. Otherwise,
     `read_piece` reads it from address `readable_at` of the peer's process. With `is_timed`,
-    `end_in` learns from the duration, if the transfer was chosen in the second half of a row.
+    `end_in` remembers the duration, if the transfer was chosen in the second half of a row.
     """
     words[IN_AT] = target
     words[IN_ADDRESS] = readable_at
@@ -157,7 +157,7 @@ def read_piece(state: Any, address: Any, peer: Any, words: Any) -> Any:
     nbytes = min(words[IN_LEFT], _PIECE_NBYTES)
     if not read_array(state, peer, words[IN_AT], words[IN_ADDRESS], nbytes):
         return UNREADABLE
-    # After the last piece: if the peer's process has ended, another one may have its number.
+    # After the last piece: if the peer's process has ended, another process may have its id.
     if nbytes == words[IN_LEFT] and not can_read(state, address, peer):
         return UNREADABLE
     fence()

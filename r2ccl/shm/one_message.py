@@ -161,7 +161,8 @@ def _advance_send(state: Any, table: Any, words: Any, call: Any, source: Any) ->
 def _take_frame(state: Any, address: Any, table: Any, words: Any, call: Any, target: Any) -> Any:
     """Take the next frame, which begins the message to receive, and return MOVED.
 
-    Return OPEN, and leave the frame in the ring, if it is another frame or does not fit the array.
+    Return OPEN, and leave the frame in the ring, if it does not begin a message with the wanted tag
+    and dtype, or the message is larger than the array.
     """
     header = next_frame(table, words)
     kind, tag = header[FRAME_KIND] & KIND_MASK, call[CALL_RECV_TAG]
@@ -193,7 +194,7 @@ def _take_frame(state: Any, address: Any, table: Any, words: Any, call: Any, tar
 def _read(state: Any, address: Any, words: Any, call: Any) -> Any:
     """Read the next piece of the message to receive; return an event.
 
-    If it cannot be read, the next step grants the message.
+    If the message cannot be read, the next step puts a GRANT, so that the data comes in frames.
     """
     event = read_piece(state, address, call[CALL_SOURCE], words)
     if event == UNREADABLE:
@@ -281,7 +282,7 @@ def make_direct() -> Direct:
         source, target = words_at(source_at)[0], words_at(target_at)[0]
         call[SEND_STEP] = TO_PUT if call[CALL_TO] >= 0 else DONE
         call[RECV_STEP] = AWAITS if call[CALL_SOURCE] >= 0 else DONE
-        if call[CALL_SOURCE] >= 0:  # a time of an earlier call is left if its send ended later
+        if call[CALL_SOURCE] >= 0:  # may have the time of an earlier call whose send ended last
             peer_words(table_at, call[CALL_SOURCE])[IN_BEGUN_NS] = 0
         bell = table[OWN_BELL]
         nidle, nrounds, limit, is_over = 0, 0, 0, False

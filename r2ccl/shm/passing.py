@@ -64,7 +64,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Deadline(NamedTuple):
-    """Limit of the waits for other ranks.
+    """Limit of the waits for other ranks: a time, or the end of the communicator.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class Deadline(NamedTuple):
                 raise OSError(errno.ETIMEDOUT, "another rank did not answer in time")
 
     def within(self, timeout_s: float) -> Deadline:
-        """Return this limit, or one in `timeout_s` seconds if that is earlier."""
+        """Return a copy of this limit whose waits end after `timeout_s` seconds at the latest."""
         return self._replace(until_s=min(self.until_s, monotonic() + timeout_s))
 
 

@@ -91,7 +91,7 @@ def has_any_input(state: Any, peers: Any) -> Any:
 def input_of(state: Any, peer: Any) -> Any:
     """Return the address in this process of the input of rank `peer`.
 
-    The header of that rank must have its place, in memory that all ranks map.
+    The header of that rank must have the place of the input, in memory that all ranks map.
     """
     return _address_of(state, peer, INPUT)
 
@@ -104,9 +104,9 @@ def output_of(state: Any, peer: Any) -> Any:
 
 @inlined
 def unmapped_input_of(state: Any, peer: Any) -> Any:
-    """Return the address, in the process of rank `peer`, of its input; 0 if all ranks map it.
+    """Return the address of rank `peer`'s input in its own process; 0 if all ranks map the input.
 
-    The header of that rank must have its place.
+    The header of that rank must have the place of the input.
     """
     place = load_acquire(header_of(state, peer, first_round(state)) + INPUT)
     return place & _ADDRESS_MASK if place < 0 else 0

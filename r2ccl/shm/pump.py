@@ -274,8 +274,8 @@ def make_count_reads() -> Callable[[int], int]:
     -------
     callable
         ``count_reads(table)`` returns the number of messages of this rank that peers read, or will
-        read. What the peers did before they changed it is visible afterwards. `table` is the
-        address of the table.
+        read. Stores that a peer made before it changed its count are visible afterwards. `table` is
+        the address of the table.
     """
 
     def count_reads(table_at: Any) -> Any:

@@ -1,9 +1,9 @@
 """Reading of the memory of other ranks' processes: process_vm_readv(2).
 
-Linux allows it between processes of one user, unless a security module, a filter of system calls,
+Linux allows this between processes of one user, unless a security module, a filter of system calls,
 or the process that is read forbids it; Yama, for example, with ``ptrace_scope`` 1 or more. Each
-rank therefore tries to read a word of each peer when the group is made, and tells in its segment
-whether it can. Where a rank cannot, all data passes through memory that the ranks share.
+rank therefore tries to read a word of each peer when the group is made, and publishes in its
+segment whether it can. If a rank cannot, all data passes through memory that the ranks share.
 
 Data that is read is copied once instead of twice, and needs no slots, but the kernel looks up each
 page of the array.
@@ -30,7 +30,7 @@ _MOST_NBYTES = 1 << 26
 
 
 def offer_word(own: Segment) -> npt.NDArray[np.int64]:
-    """Publish the place and the value of a word that peers try to read; return the word.
+    """Publish the address and the value of a word that peers try to read; return the word.
 
     Call this function before peers map the segment `own`, and keep the word.
     """
@@ -43,8 +43,9 @@ def offer_word(own: Segment) -> npt.NDArray[np.int64]:
 def make_try_to_read() -> Callable[[int], int]:
     """Return the function ``try_to_read``, which `r2ccl.kernels.native` compiles.
 
-    Its argument is the address of this rank's state (`r2ccl.shm.layout`). It tries to read the
-    words of all peers, stores in this rank's segment whether it can, and returns this.
+    ``try_to_read(state)`` tries to read the words of all peers. It stores in this rank's segment,
+    and returns, 1 if it could read all of them, else 0. `state` is the address of this rank's state
+    (`r2ccl.shm.layout`).
     """
 
     def try_to_read(address: Any) -> Any:
@@ -70,13 +71,13 @@ def can_read(state: Any, address: Any, peer: Any) -> Any:
 
 @inlined
 def refuse_to_read(state: Any) -> None:
-    """Tell all ranks that this rank cannot read the memory of all others."""
+    """Publish that this rank cannot read the memory of all other ranks."""
     store_release(state[BASES + state[RANK]] + CAN_READ, 0)
 
 
 @inlined
 def can_all_read(state: Any) -> Any:
-    """Return whether all ranks have told that they can read the memory of all others."""
+    """Return whether each rank has published that it can read the memory of all other ranks."""
     nable = 0
     for peer in range(state[NRANKS]):
         nable += load_acquire(state[BASES + peer] + CAN_READ)

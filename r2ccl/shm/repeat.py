@@ -44,7 +44,7 @@ INT_TYPE, LIST_TYPE, TUPLE_TYPE = 11, 12, 13
 RESULT, ARGUMENTS = 14, 15
 _NWORDS = 17
 
-# Indices of the words of `turn_words`, beside NONE: addresses of objects.
+# Indices of the words of `turn_words`, besides NONE: addresses of objects.
 
 SLOW, FAILED, TURN, REPEATING, AWAITED, WAKE, GROUPS = 0, 1, 2, 3, 4, 5, 6
 FALSE, TRUE = 9, 11
@@ -63,7 +63,7 @@ _EMPTY = np.empty(0, np.uint8)
 
 
 class Role(enum.IntEnum):
-    """Output of a call: this rank has none, or it is the input, or another array."""
+    """Output of a call on this rank: none, the input itself, or another array."""
 
     NONE = 0
     INPUT = 1
@@ -71,7 +71,7 @@ class Role(enum.IntEnum):
 
 
 class CompiledTurn(Protocol):
-    """Turn to run calls, which compiled code takes; see `r2ccl.runtime.turn.Turn`."""
+    """Turn, the right to run calls, as compiled code takes it; see `r2ccl.runtime.turn.Turn`."""
 
     #: True while compiled code has the turn.
     is_repeating: bool
@@ -167,7 +167,7 @@ def start_of(
     groups: list[Any],
     conditions: Sequence[tuple[object, str, object]],
 ) -> Callable[..., Any]:
-    """Return a compiled function that does the same as `start`, sooner if a call is repeated.
+    """Return a compiled function that does the same as `start`, faster if a call is repeated.
 
     Parameters
     ----------
@@ -203,9 +203,9 @@ def turn_words(
     conditions: Sequence[tuple[object, str, object]],
     special: dict[int, object],
 ) -> tuple[Any, ...]:
-    """Return the owner of a compiled function that takes `turn`, or else calls `slow`.
+    """Return the owner, for `method_of`, of a compiled function that takes `turn` or calls `slow`.
 
-    The first item of the owner is the array of words; the others are kept alive. For `failed`,
+    The owner is a tuple: the array of words, then objects that it keeps alive. For `failed`,
     `turn`, `groups` and `conditions`, see `start_of`; the error is the last argument of `failed`.
     `special` has further objects, by the index of the word for their address.
     """

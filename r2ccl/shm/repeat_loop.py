@@ -76,9 +76,9 @@ _MOST_TRIES = 3
 
 @inlined
 def is_same(words: Any, given: Any, stored: Any) -> Any:
-    """Return whether an argument has the type and the value of that of the remembered call.
+    """Return whether `given` has the type and value of `stored`, an argument of an earlier call.
 
-    No code of Python runs: the items of `stored`, if it is a list or a tuple, are exact integers.
+    No Python code runs: the items of `stored`, if it is a list or a tuple, are exact integers.
     """
     kind = type_of(stored)
     if type_of(given) != kind:
@@ -101,7 +101,7 @@ def is_same(words: Any, given: Any, stored: Any) -> Any:
 def arrays_of(words: Any, source: Any, target: Any) -> Any:
     """Return the input, the output and the result of a repetition with the given arrays.
 
-    Each is the address of an object. The result is 0 if the arrays do not fit.
+    Each of the three is the address of an object; the result is 0 if the arrays do not fit.
     """
     result = 0
     if words[USES_INPUT] == 0:
@@ -134,8 +134,8 @@ def run(words: Any, source: Any, target: Any) -> Any:
 def take_turn(words: Any) -> Any:
     """Take the turn and return True, or return False if the conditions for this are not met.
 
-    `words` are those of `r2ccl.shm.repeat.turn_words`. If no code of Python and no other thread can
-    have run since the caller was called, none has when this function returns.
+    `words` are those of `r2ccl.shm.repeat.turn_words`. This function runs no Python code and keeps
+    the GIL, so no other thread of Python runs meanwhile.
     """
     is_free = list_size(words[GROUPS]) == 0
     for number in range(words[NCONDITIONS]):
@@ -160,7 +160,8 @@ def has_turn(words: Any) -> Any:
 def return_turn(words: Any, args: Any) -> Any:
     """Return the turn, and wake threads that wait for it.
 
-    Return False if that raised an exception, such as Ctrl-C. `args` is the address of any table.
+    Return False if the call of `wake` raised an exception, such as Ctrl-C. That call has no
+    arguments; `args` is the address of any table.
     """
     set_attribute(words[TURN], words[REPEATING], words[FALSE])
     is_done = True
@@ -175,12 +176,12 @@ def return_turn(words: Any, args: Any) -> Any:
 def fail(words: Any, nfailure: Any, is_always: Any) -> None:
     """Call FAILED because of the exception that is set, and keep the exception.
 
-    If this thread has the turn, FAILED is called, and the turn is returned afterwards. Otherwise it
-    is only called if `is_always`. FAILED gets the first `nfailure` words of FAILURE, and the
-    exception. If it raises another exception, it is called again, up to `_MOST_TRIES` times, and
-    this other exception is set in the end.
+    If this thread has the turn, FAILED is called, and the turn is returned afterwards. Otherwise
+    FAILED is only called if `is_always`. FAILED gets the first `nfailure` words of FAILURE, and the
+    exception. If FAILED raises another exception, it is called again with that exception, up to
+    `_MOST_TRIES` calls in total; the last exception stays set.
     """
-    # Other threads use the words while this one runs code of Python.
+    # Other threads may use the words while this thread runs Python code.
     arguments = stack_words()
     error = arguments + 8 * 4
     for number in range(nfailure):

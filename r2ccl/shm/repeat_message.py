@@ -28,7 +28,7 @@ CALLS, PROCEED, NOTHING, ARRAY_TYPE = SPECIAL, SPECIAL + 1, SPECIAL + 2, SPECIAL
 DIRECT, STATE, TABLE = SPECIAL + 4, SPECIAL + 5, SPECIAL + 6
 #: Number of arguments; index of the array to send, and of the array to receive into, or -1.
 NARGS, SENT, RECEIVED = SPECIAL + 7, SPECIAL + 8, SPECIAL + 9
-#: Number of arguments from the last one back that must be False; number of items of the key.
+#: Number of arguments at the end that must be False; number of items of the key.
 NFLAGS, NKEYS = SPECIAL + 10, SPECIAL + 11
 #: Indices of the arguments that are the items of the key.
 KEYS = SPECIAL + 12
@@ -56,7 +56,7 @@ def message_of(
     table: int,
     names: Sequence[str],
 ) -> Callable[..., Any]:
-    """Return a compiled function that does the same as `slow`, sooner if a call is repeated.
+    """Return a compiled function that does the same as `slow`, faster if a call is repeated.
 
     Parameters
     ----------
@@ -67,14 +67,15 @@ def message_of(
         another message than before (CALL_RESULT of its words), returns the turn, and returns the
         message or None.
     failed : callable
-        ``failed(error)`` is called if `proceed` or the wake of a thread has raised an error, and
-        this thread still has the turn.
+        ``failed(error)`` is called if the direct call finished and then a signal handler or
+        ``turn.wake`` raised an error, or if `proceed` raised one and this thread still has the
+        turn.
     turn, groups, conditions
         As for `r2ccl.shm.repeat.start_of`.
     calls : list of tuple
         Earlier direct calls, see WORDS, KEY and MESSAGE. The caller changes the list.
     state, table : int
-        Addresses for the direct calls.
+        Addresses of the state and of the table, for the direct calls.
     names : sequence of str
         For each argument: "x" or "out" for an array, "is_..." for a flag (at the end; if one is not
         False, `slow` is called), any other name for an integer of the key.

@@ -40,7 +40,7 @@ Words = npt.NDArray[np.int64]
 
 
 class RingFrame(NamedTuple):
-    """Frame of a peer.
+    """Frame that a peer has put into its ring to this rank.
 
     ``kind`` is a number of `EnvelopeKind`, ``dtype`` a dtype code. ``ident`` is the number of the
     message, and ``size`` the size of the whole message in bytes; in a DATA frame, ``ident`` is 0
@@ -75,8 +75,8 @@ class Rings:
 
     Only one thread at a time may call the methods, except `wake`. `rank` and `peer` are indices of
     ranks in the group. The memory of a long message is borrowed until `pump` returns SENT_ALL,
-    RECEIVED_ALL or UNREADABLE for its peer, or until `forget`. That of an announced message is
-    borrowed from `put` on and, if the peer reads it, until the peer's READ.
+    RECEIVED_ALL or UNREADABLE for its peer, or until `forget`. The memory of an announced message
+    is borrowed from `put` on and, if the peer reads it, until the peer's READ.
 
     Parameters
     ----------
@@ -247,11 +247,11 @@ class Rings:
     # Long messages
 
     def is_reading(self, peer: int) -> bool:
-        """Return whether this rank counts messages of `peer` that it reads, or will read."""
+        """Return whether this rank reads, or will read, messages from the process of `peer`."""
         return bool(self._reads_from[peer][0])
 
     def count_read(self, peer: int, change: int) -> None:
-        """Add `change` to the number of messages of `peer` that this rank reads, or will read."""
+        """Add `change` to the published number of messages of `peer` that this rank reads."""
         self._reads_from[peer][0] += change
 
     @property

@@ -91,7 +91,7 @@ def first_round(state: Any) -> Any:
 
 @inlined
 def finish(state: Any) -> Any:
-    """Count the stage slots of the call, which has finished, and return FINISHED."""
+    """Add the stage slots that the finished call has used to NUSED; return FINISHED."""
     state[NUSED] += state[TOTAL]
     return FINISHED
 
@@ -122,9 +122,9 @@ def header_of(state: Any, peer: Any, first: Any) -> Any:
 def write_header(state: Any, address: Any, signature: Any) -> Any:
     """Write the header of the call that has begun, except the places of arrays.
 
-    Before, wait for and compare the headers of the call that is `NAHEAD` calls earlier. Return
-    FINISHED, or, without having written, a result of `meet`. The header is not announced yet, see
-    `publish_header`.
+    First, wait for and compare the headers of the call that is `NAHEAD` calls earlier. Return
+    FINISHED, or, without having written, another result of `meet`. The header is not announced yet,
+    see `publish_header`.
     """
     rank, first = state[RANK], first_round(state)
     if state[NCALLS] % BATCH == 0:  # compares enough for the next calls, too
@@ -149,9 +149,9 @@ def publish_header(state: Any) -> None:
 def meet(state: Any, address: Any, peer: Any, number: Any) -> Any:
     """Wait until rank `peer` has begun the call of the round `number`; compare its headers.
 
-    The headers of all calls up to this one are compared that have not been compared yet. Return
-    FINISHED if the signatures are equal to those of this rank. Otherwise, set AWAITED to `peer` and
-    return DIFFERS, or WAITING if the wait ended earlier (see `wait`).
+    The headers of earlier calls that have not been compared yet are compared, too. Return FINISHED
+    if the signatures are equal to those of this rank. Otherwise, set AWAITED to `peer` and return
+    DIFFERS, or WAITING if the wait ended earlier (see `wait`).
     """
     met = BASES + 2 * state[NRANKS] + peer
     while number - state[met] >= CALL_STEP:
@@ -169,7 +169,7 @@ def meet(state: Any, address: Any, peer: Any, number: Any) -> Any:
 
 @inlined
 def meet_all(state: Any, address: Any, peers: Any, number: Any) -> Any:
-    """Call `meet` for each rank in the range `peers` but this one, until one returns no FINISHED.
+    """Call `meet` for each other rank in the range `peers`, until a result is not FINISHED.
 
     Return the last result.
     """
@@ -248,7 +248,7 @@ def claim_slot(state: Any, address: Any, index: Any, readers: Any) -> Any:
 def slot_of(state: Any, peer: Any, index: Any) -> Any:
     """Return the address of the stage slot of rank `peer` in round `index` of the call.
 
-    The rank has begun the call.
+    The rank must have begun the call.
     """
     header = header_of(state, peer, first_round(state))
     number = (load_acquire(header + FIRST_SLOT) + index) % NSLOTS
@@ -259,7 +259,7 @@ def slot_of(state: Any, peer: Any, index: Any) -> Any:
 def wait_for_all(state: Any, address: Any, offset: Any, value: Any) -> Any:
     """Wait until the word at `offset` of every peer's segment is at least `value`; return True.
 
-    If the wait for a peer ends earlier (see `wait`), return False; AWAITED is this peer.
+    If the wait for a peer ends earlier (see `wait`), set AWAITED to this peer and return False.
     """
     for peer in range(state[NRANKS]):
         if peer != state[RANK] and not wait(state, address, state[BASES + peer] + offset, value):

@@ -27,7 +27,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Segment:
-    """One mapped segment.
+    """Memory that ranks of one host share, mapped into this process; see the module.
 
     Parameters
     ----------

@@ -59,16 +59,16 @@ def reduce_share(state: Any, sources: Any, nbytes: Any, kernel: Any) -> None:
 def copy_input(
     state: Any, address: Any, peer: Any, offset: Any, target: Any, nbytes: Any, is_streamed: Any
 ) -> Any:
-    """Copy `nbytes` bytes, from `offset` on, of the input of rank `peer` to address `target`.
+    """Copy `nbytes` bytes at `offset` in the input of rank `peer` to address `target`.
 
-    Return False if the memory of the rank cannot be read. `address` is that of the state. If
-    `is_streamed`, the bytes may be written past the caches: the caller must call
+    Return False if the memory of the rank cannot be read, otherwise True. `address` is the address
+    of the state. If `is_streamed`, the bytes may be written past the caches: the caller must call
     `r2ccl.shm.atomics.stream_fence` before it tells other ranks that they are written.
     """
     unmapped = unmapped_input_of(state, peer)
     if unmapped != 0:
         is_read = read_array(state, peer, target, unmapped + offset, nbytes)
-        # Another process may have the number of the process by now.
+        # If the process has ended, another process may have its id by now.
         return is_read and can_read(state, address, peer)
     copy(target, input_of(state, peer) + offset, nbytes, is_streamed)
     return True

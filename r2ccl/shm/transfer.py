@@ -117,10 +117,10 @@ def next_transfer(
 
 @inlined
 def remember(words: Any, at: Any, duration_ns: Any) -> None:
-    """Change the duration at index `at` to `duration_ns`, by at most one half down or an eighth up.
+    """Move the duration at index `at` toward `duration_ns`, by at most 1/2 down or 1/8 up.
 
-    A duration of 0, not known, becomes `duration_ns`. Single calls or messages may be slow or fast
-    by chance.
+    The limits matter because single calls or messages may be slow or fast by chance. A duration of
+    0, not known, becomes `duration_ns`.
     """
     before = words[at]
     if before:
@@ -144,10 +144,10 @@ def tell(state: Any, given: Any, is_choosing: Any) -> None:
 
 @inlined
 def learn(state: Any, given: Any) -> None:
-    """Learn from the duration of the last call, which all ranks have told.
+    """Remember the duration of the last call, which all ranks have told in their headers.
 
-    Learn nothing if the call before had another transfer. The call lasted as long as its slowest
-    rank.
+    The duration is that of the slowest rank. Remember nothing if the ranks used different
+    transfers, or if the call before the last one used another transfer.
     """
     last, first = given[LOOP_LAST], first_round(state)
     if last == 0:

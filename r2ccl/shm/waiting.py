@@ -188,10 +188,10 @@ def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
 def make_wake_all() -> Callable[[int], int]:
     """Return the function ``wake_all``, which `r2ccl.kernels.native` compiles.
 
-    Its argument is the address of this rank's state (`r2ccl.shm.layout`). It wakes all threads, of
-    all ranks of the group, that sleep in a collective. A collective whose peer has not advanced
-    then returns WAITING. Earlier stores of this thread become visible to the peers before later
-    ones.
+    ``wake_all(state)`` wakes all threads, of all ranks of the group, that sleep in a collective; a
+    collective whose peer has not advanced then returns WAITING. `state` is the address of this
+    rank's state (`r2ccl.shm.layout`). Earlier stores of this thread become visible to the peers
+    before later ones.
     """
 
     def wake_all(address: Any) -> int:

@@ -115,7 +115,7 @@ class Side:
         self.transport.flush()
 
     def fence(self) -> None:
-        """Start to fence this end of the path."""
+        """Start fencing this end of the path."""
         self.transport.fence(self.path)
 
 

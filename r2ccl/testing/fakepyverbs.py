@@ -395,10 +395,10 @@ class FakeQueuePair:
 
 @contextlib.contextmanager
 def installed(fabric: FakeFabric) -> Iterator[SimpleNamespace]:
-    """Replace pyverbs by the fake; yield the `r2ccl.transport.verbs` modules that then use it.
+    """Replace pyverbs with the fake; yield the `r2ccl.transport.verbs` modules that then use it.
 
     These modules are reimported on entry, and the original modules are restored on exit. The
-    classes in the yielded modules are therefore other objects than the classes outside of this
+    classes in the yielded modules are therefore not the same objects as the classes outside this
     context.
     """
     importers = [f"r2ccl.transport.verbs.{name}" for name in _IMPORTERS]

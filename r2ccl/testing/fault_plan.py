@@ -42,7 +42,7 @@ class FaultPlan:
     Raises
     ------
     InvalidArgument
-        If a fault has no trigger, or an item is no `Fault`.
+        If a fault has no trigger, or an item is not a `Fault`.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class FaultPlan:
             check_fits(fault, nodes=nodes, rails=rails, ranks_per_node=ranks_per_node)
 
     def check_needs_no_lab(self) -> None:
-        """Raise InvalidArgument if a fault has `at_s` or `duration_s`, which only a lab can do."""
+        """Raise InvalidArgument if a fault has `at_s` or `duration_s`, which need a lab."""
         for fault in self.faults:
             if fault.at_op is None:
                 raise InvalidArgument(
@@ -122,7 +122,7 @@ class FaultPlan:
                 )
 
     def check_unused(self) -> None:
-        """Raise InvalidArgument if some faults have fired: a plan serves one run."""
+        """Raise InvalidArgument if any fault has fired, because a plan is for one run only."""
         if self.fired:
             raise InvalidArgument(
                 "this fault plan was already used; make a fresh one: FaultPlan(plan.faults)"
@@ -197,8 +197,8 @@ class FaultPlan:
         Raises
         ------
         InvalidArgument
-            If a fault of the plan has `at_s` or `duration_s`, which need a lab, the job lacks a
-            rank or rail of a fault, or some faults have fired before.
+            If a fault of the plan has `at_s` or `duration_s`, which need a lab; if the job lacks a
+            rank or rail of a fault; or if a fault has fired before.
         """
         # Imported here because it imports NumPy, which commands do not need.
         from r2ccl.testing.reporting import ReportingTransport
@@ -230,7 +230,7 @@ def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
     Raises
     ------
     InvalidArgument
-        If an argument is negative or no integer.
+        If an argument is negative or not an integer.
 
     Examples
     --------

@@ -63,7 +63,7 @@ _FIELDS = {
 }
 
 _TRIGGER = frozenset({"at_s", "at_op", "at_step"})
-#: The rates in tc's syntax that faults and labs accept.
+#: Rates that faults and labs accept, in tc's syntax.
 RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]?bit")
 
 
@@ -104,7 +104,7 @@ class Fault(
     ------
     InvalidArgument
         If the action is unknown; if a field is missing, malformed, out of range or does not belong
-        to the action; if `peer` is `node`; or if the trigger is both `at_s` and `at_op`, or
+        to the action; if `peer` equals `node`; or if the trigger is both `at_s` and `at_op`, or
         `at_step` without `at_op`.
     """
 
@@ -150,7 +150,8 @@ class Fault(
                 continue
             if not is_integer(value, 0):
                 raise self._bad(f"has {name}={value!r}; it must be an integer, 0 or more")
-            msgspec.structs.force_setattr(self, name, int(value))  # NumPy's cannot be encoded
+            # Convert NumPy integers, which msgspec cannot encode.
+            msgspec.structs.force_setattr(self, name, int(value))
         for name in ("at_s", "duration_s", "mean_s"):
             value = getattr(self, name)
             if value is None:
@@ -238,12 +239,12 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_integer(value: Any, least: int, most: float = math.inf) -> bool:
-    """Return whether `value` is an integer, for example one of NumPy, from `least` to `most`."""
+    """Return True if `value` is a Python or NumPy integer from `least` to `most`."""
     return isinstance(value, Integral) and least <= int(value) <= most
 
 
 def is_text(value: Any, pattern: re.Pattern[str]) -> bool:
-    """Return whether `value` is a text that `pattern` matches as a whole."""
+    """Return True if `value` is a string and `pattern` matches all of it."""
     return isinstance(value, str) and pattern.fullmatch(value) is not None
 
 

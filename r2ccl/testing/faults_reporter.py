@@ -55,7 +55,7 @@ _applied_decoder = msgspec.msgpack.Decoder(Applied)
 
 
 class PlanRecord(Protocol):
-    """Interface of `FaultPlan` as far as a reporter uses it."""
+    """Part of the interface of `FaultPlan` that a reporter uses."""
 
     faults: tuple[Fault, ...]
 

@@ -44,9 +44,10 @@ class FaultInjection:
         self._faults: list[Fault] = []
 
     def __call__(self, rank: int, rail: int, op: int, step: int = 0) -> None:
-        """Let `rank` lose `rail` just before slice `step` of collective `op`; see `fail_at`.
+        """Add a failure: `rank` loses `rail` just before slice `step` of collective `op`.
 
-        If the job has no such rank or rail, `r2ccl.init` raises InvalidArgument.
+        The parameters are those of `fail_at`. If the job has no such rank or rail, `r2ccl.init`
+        raises InvalidArgument.
         """
         self._faults.extend(fail_at(rank, rail, op, step).faults)
 
@@ -93,7 +94,7 @@ def _record_of(path: str | Path, index: int) -> Path:
 
 
 def wrap_and_record(inner: Transport, rank: int) -> ReportingTransport:
-    """Return a wrapper as `wrap_by_env` does; it also leaves a file for each fault that fires.
+    """Return a wrapper as `wrap_by_env` does, but one that makes a file for each fault that fires.
 
     `r2ccl.init` calls this function in the ranks of a `RankRunner` if there are failures to inject.
     The files are beside the file of the plan.
@@ -117,7 +118,7 @@ def wrap_and_record(inner: Transport, rank: int) -> ReportingTransport:
 class _Outcome(Exception):
     """Outcome that a rank has set: the name of a function of pytest, and the reason given to it.
 
-    The exceptions of pytest cannot be sent to another process: they claim to be in ``builtins``.
+    The exceptions of pytest cannot be pickled, because their ``__module__`` is ``builtins``.
     """
 
 
@@ -127,7 +128,7 @@ _OUTCOMES = ("skip", "xfail", "fail")
 
 
 class _Program:
-    """Function of a test, as a rank runs it: an outcome of pytest becomes an `_Outcome`."""
+    """Wrapper of a test's function that turns pytest's outcome exceptions into an `_Outcome`."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -194,7 +195,7 @@ class RankRunner:
         try:
             found = launch(program, nranks, timeout_s=timeout_s, env=variables)
         except _Outcome as exc:
-            import pytest  # the rank has it, too
+            import pytest  # installed: the rank imported it
 
             name, text = exc.args
             raise getattr(pytest, name).Exception(text) from exc.__cause__
@@ -234,7 +235,7 @@ def run_in_netlab(
     argv : sequence of str
         The program and its arguments, such as ``[sys.executable, "train.py"]``.
     faults : sequence of str or Fault
-        Faults to inject. `Fault.parse` parses texts, such as ``"nic_down:node=1,rail=0,at_op=3"``.
+        Faults to inject. `Fault.parse` parses strings such as ``"nic_down:node=1,rail=0,at_op=3"``.
     env : mapping, optional
         Environment variables of the ranks; they override those of this process and of the lab.
     timeout_s : float
@@ -252,7 +253,7 @@ def run_in_netlab(
     AssertionError
         If a rank failed or ran longer than `timeout_s`, or a fault did not fire.
     InvalidArgument
-        If `argv` is a text, or a fault or the shape is wrong.
+        If `argv` is a string, or a fault or the shape is invalid.
     LabError
         If the lab cannot be built or removed, or the run fails in it, for example because a fault
         cannot be applied or a rank cannot be ended; see `Lab` and `Lab.run`.

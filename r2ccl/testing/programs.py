@@ -34,7 +34,7 @@ def find_program(name: str) -> str | None:
 
 
 def describe_missing(names: Iterable[str]) -> str:
-    """Describe the programs of `names` that are missing, and the way to install them.
+    """Describe the programs of `names` that are missing, and how to install them.
 
     Parameters
     ----------

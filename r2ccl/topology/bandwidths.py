@@ -2,7 +2,7 @@
 
 These figures serve only to rank routes and to divide links among flows; they are not measured on
 the machine. Except for unknown processors, they are NCCL's, so both libraries rank the routes of a
-machine with known processors alike. They are payload rates reached in practice, not the signalling
+machine with known processors alike. They are payload rates reached in practice, not the signaling
 rates of data sheets. Invariant: all figures are integers, equal on every host.
 
 References
@@ -41,7 +41,8 @@ _AMD_OTHERS_MBPS = 128_000
 #: Models of Granite Rapids and Sierra Forest (Intel, CPUID family 6). They have the first bandwidth
 #: in `_INTEL_MBPS`, although older models have higher numbers.
 _INTEL_NEWEST = (0xAD, 0xAE, 0xAF)
-#: Bandwidth between two NUMA nodes by minimum model; the first entry that fits counts.
+#: Bandwidth between two NUMA nodes by minimum model of an Intel processor of CPUID family 6; the
+#: first entry that fits counts.
 _INTEL_MBPS = ((0xCF, 320_000), (0x8F, 176_000), (0x55, 80_000), (0, 48_000))
 
 
@@ -54,7 +55,7 @@ def pcie_mbps(speed_mtps: int, width: int) -> int:
     Parameters
     ----------
     speed_mtps : int
-        Signalling rate of a lane in megatransfers per second (16000 for PCIe 4).
+        Signaling rate of a lane in megatransfers per second (16000 for PCIe 4).
     width : int
         Number of lanes.
     """

@@ -153,7 +153,10 @@ class PathFinder:
         return None
 
     def _shortest(self, start: Vertex, end: Vertex, least: int) -> tuple[Vertex, ...] | None:
-        """Return the vertices of a shortest path over links of `least` Mbit/s or more, or None."""
+        """Return the vertices of a shortest path over links of at least `least` Mbit/s.
+
+        Return None if there is no such path.
+        """
         came_from = {start: start}
         front = [start]
         while front and end not in came_from:

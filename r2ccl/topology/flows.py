@@ -144,7 +144,7 @@ class Options:
 
 
 class Load:
-    """Number of flows on each link of a machine; `place` adds flows where they get most bandwidth.
+    """Number of flows on each link of a machine, and placement of further flows.
 
     Parameters
     ----------
@@ -295,7 +295,7 @@ def no_such_route(route: NicRoute) -> InvalidArgument:
 
 
 def gbps(mbps: int) -> str:
-    """Return the number of GB/s in `mbps` Mbit/s as text with one decimal."""
+    """Convert `mbps` from Mbit/s to GB/s, and return it as text with one decimal."""
     return f"{mbps / 8000:.1f}"
 
 

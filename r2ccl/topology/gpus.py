@@ -144,7 +144,7 @@ def find_gpus() -> GpuFacts:
 
     Notes
     -----
-    The call initialises the CUDA driver, after which the process must not fork. It creates no CUDA
+    The call initializes the CUDA driver, after which the process must not fork. It creates no CUDA
     context.
     """
     try:
@@ -159,7 +159,7 @@ class BindingsSource:
     Raises
     ------
     TransportError
-        If the bindings or the driver are missing, the driver cannot be initialised, or there is no
+        If the bindings or the driver are missing, the driver cannot be initialized, or there is no
         GPU; the message says which.
     """
 

@@ -88,7 +88,9 @@ class Graph:
         self._links = {vertex: dict(sorted(near.items())) for vertex, near in self._links.items()}
 
     def neighbours(self, vertex: Vertex) -> Mapping[Vertex, Link]:
-        """Return the links of a vertex by the vertex at the other end, in the order of vertices.
+        """Return the links of `vertex`, each with the vertex at its other end as the key.
+
+        The keys are in the order of vertices.
 
         Raises
         ------

@@ -171,9 +171,9 @@ class GidFinder:
     def interface(self) -> int:
         """Return the kernel's number of the interface that owns the GID of the last call.
 
-        The interface may be a VLAN on the port's interface. If sysfs names no owner, the port's
-        interface is meant. Return 0 if there was no call, or if this network namespace has no such
-        interface.
+        The interface may be a VLAN on the port's interface. If sysfs names no owner, return the
+        number of the port's interface. Return 0 if there was no call, or if this network namespace
+        has no such interface.
 
         Raises
         ------

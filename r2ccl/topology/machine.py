@@ -63,7 +63,7 @@ class PciDevice(msgspec.Struct, frozen=True):
     A PCIe link has two ends, which are PCI functions: a port above, and the device below. The port
     is no `PciDevice`. ``parent`` is the bus id of the switch that the port belongs to; empty if the
     port belongs to a root complex. ``device_class`` is the PCI class code of 24 bits (0x060400 for
-    a bridge). ``speed_mtps`` is the signalling rate of a lane in megatransfers per second, and
+    a bridge). ``speed_mtps`` is the signaling rate of a lane in megatransfers per second, and
     ``width`` the number of lanes. The identifiers of vendor and device are 0 if unknown.
     """
 
@@ -205,7 +205,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def parse_bus_id(text: str) -> str:
-    """Normalise a PCI bus id, such as ``00000000:1B:00.0``, to the kernel's ``0000:1b:00.0``.
+    """Normalize a PCI bus id, such as ``00000000:1B:00.0``, to the kernel's ``0000:1b:00.0``.
 
     Raises
     ------

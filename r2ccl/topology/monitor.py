@@ -77,7 +77,7 @@ class LinkMonitor:
         self._clock = clock
         self._links: dict[int, tuple[str, bool]] = {}
         self._addresses: set[tuple[int, str]] = set()
-        #: Events found by a `read` that raised; the next one returns them.
+        #: Events found by a `read` that raised; the next `read` returns them.
         self._found: list[LinkEvent] = []
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
         try:

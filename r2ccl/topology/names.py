@@ -68,8 +68,8 @@ class NameFilter:
     def lists(self, name: str, port: int | None = None) -> bool:
         """Return whether the list names a device, even if the list is an exclusion.
 
-        With `port`, return whether the list names that port of the device or the whole device;
-        without, whether it names the whole device or any port of it.
+        With `port`, return whether the list names that port of the device or the whole device.
+        Without `port`, return whether the list names the whole device or any of its ports.
         """
         return any(
             (name == rule.name if rule.is_exact else name.startswith(rule.name))

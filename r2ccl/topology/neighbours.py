@@ -75,7 +75,7 @@ class Neighbours:
         self._said: set[int | None] = set()
 
     def knows(self, source: str, destination: str) -> bool:
-        """Return whether the link-layer address of `destination` is known; if not, ask for it.
+        """Return whether the link-layer address of `destination` is known; if not, request it.
 
         Parameters
         ----------
@@ -188,7 +188,7 @@ _NO_WAY = frozenset(
 
 
 def _send_nothing(source: _Address, to: _Address, index: int) -> None:
-    """Send an empty datagram to `to` through interface `index`, whatever the best route is."""
+    """Send an empty datagram to `to` through interface `index`, even if a better route exists."""
     if isinstance(source, ipaddress.IPv4Address):
         where = (socket.IPPROTO_IP, _IP_PKTINFO, _PKTINFO.pack(index, source.packed))
     else:

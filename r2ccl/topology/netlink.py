@@ -77,7 +77,7 @@ NDMSG = struct.Struct("=BxxxiHBB")
 _ATTRIBUTE = struct.Struct("=HH")
 _ERROR = struct.Struct("=i")
 
-#: The kernel writes a dump in pieces of at most 32 KiB when the reader offers that much.
+#: Buffer size of a read. The kernel writes a dump in pieces of up to 32 KiB if the buffer has room.
 RECEIVE_NBYTES = 64 << 10
 _DUMP_ATTEMPTS = 10
 _TYPE_MASK = 0x3FFF  # the two top bits of an attribute's type are flags

@@ -56,7 +56,7 @@ class Frame(msgspec.Struct, gc=False):
     ``ack`` is a confirmation: the sender of this header has consumed the other rank's slices of the
     channel with numbers below ``ack``. ``op`` is the number of the collective within the
     communicator; ``signature`` is its packed `CallSignature`, which must be equal at both ends of
-    the link. Both are 0 in the slices of point-to-point messages.
+    the link. In the slices of point-to-point messages, ``op`` and ``signature`` are 0.
 
     Over verbs, a cleared slice travels without a header: its `Arrived` contains the frame that the
     receiver passed to ``irecv``, with ``ack`` set to 0.
@@ -131,7 +131,7 @@ class Failed(msgspec.Struct, gc=False):
 
 
 class Joined(msgspec.Struct, gc=False):
-    """Event: the connection test that `Endpoint.join` began with ``is_caller`` has ended.
+    """Event: a connection test, started by `Endpoint.join` with ``is_caller=True``, has ended.
 
     ``endpoint`` is this rank's end. ``error`` tells why the test failed; empty if it succeeded. An
     end of a path also reports `Joined` if it fails before the path is opened; ``error`` then tells
@@ -225,9 +225,9 @@ class Registered(Protocol):
     """Memory that is registered with a transport."""
 
     def close(self) -> None:
-        """End this use of the registration.
+        """End this registration: the caller no longer needs the memory to be registered.
 
-        The transport may keep the memory registered, and does so while slices in it are in flight.
+        The transport may keep it registered, and does so while slices in it are in flight.
         """
         ...
 
@@ -242,8 +242,8 @@ class MemoryUse(NamedTuple):
     staging_nbytes : int
         Registered buffers through which slices of unregistered memory are copied.
     registered_nbytes : int
-        Memory registered with NICs, not multiplied by their number: the user's arrays, staging
-        buffers and landing places, but not the rings.
+        Memory registered with NICs, counted once even if several NICs have it registered: the
+        user's arrays, staging buffers and landing places, but not the rings.
     """
 
     ring_nbytes: int = 0
@@ -276,9 +276,9 @@ class Transport(Protocol):
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
         """Make this rank's end of a new connection, for a path or for probes.
 
-        A `ProbeKey` is as seen from this rank: ``via`` is the rail of this rank's port, which the
-        end is on, and ``rail`` that of the peer's port. The key for the other end of the same
-        connection, at the peer, therefore has ``via`` and ``rail`` swapped.
+        In a `ProbeKey`, ``via`` is the rail of this rank's port, on which the end is made, and
+        ``rail`` is the rail of the peer's port. The peer's key for its end of the same connection
+        therefore has ``via`` and ``rail`` swapped.
 
         Raises
         ------
@@ -443,8 +443,8 @@ class Transport(Protocol):
     def has_unsent(self) -> bool:
         """Return True if eager slices or confirmations wait for room in a buffer, queue or ring.
 
-        They are sent by later calls of `poll` and `flush`. Cleared slices need not count: while
-        they wait, their calls and requests are not over.
+        Later calls of `poll` and `flush` send them. An implementation may leave out cleared slices:
+        a call or request is not complete while one of its cleared slices waits.
         """
         ...
 
@@ -499,7 +499,7 @@ class TransportWrapper(Protocol):
     """Factory of transports that wrap the one in use, for example to inject faults."""
 
     def wrap(self, inner: Transport, rank: int, nranks: int) -> WrappedTransport:
-        """Return the transport of `rank` of `nranks` that wraps `inner` and owns it."""
+        """Return a transport that wraps and owns `inner`, the transport of `rank` of `nranks`."""
         ...
 
 

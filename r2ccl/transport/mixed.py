@@ -41,7 +41,7 @@ class TransportPart(Transport, Protocol):
 
 
 class _Registrations:
-    """Registrations of one memory with several parts of a `MixedTransport`, closed together."""
+    """Registrations of the same memory with several parts of a `MixedTransport`."""
 
     def __init__(self, made: Sequence[Registered]) -> None:
         self._made = made
@@ -179,7 +179,7 @@ class MixedTransport:
     def probe(self, key: ProbeKey) -> None:
         """Start a probe, as `Transport.probe` does.
 
-        ``Probed.is_answered`` is also None if the two rails are of different parts.
+        ``Probed.is_answered`` is also None if the two rails belong to different parts.
         """
         rails = range(self.nrails)
         if key.rail not in rails or key.via not in rails:

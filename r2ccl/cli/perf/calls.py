@@ -78,11 +78,11 @@ class PerfMemory:
             self._cuda.select_device(number)
 
     def move(self, block: Array) -> Any:
-        """Return `block` in this memory."""
+        """Return `block` itself or, if the arrays are on a GPU, a copy of it on the GPU."""
         return block if self._cuda is None else self._cuda.to_device(block)
 
     def fetch(self, block: Any) -> Array:
-        """Return a block of this memory in host memory; None stays None."""
+        """Return the data of `block` as an array in host memory; None if `block` is None."""
         host: Array = block if self._cuda is None or block is None else block.copy_to_host()
         return host
 
@@ -93,7 +93,7 @@ class PerfMemory:
 
 
 class Runner:
-    """Runs the calls of one case as the options say: grouped or not, blocking or not.
+    """Runner of the calls of one case, as the options say: grouped or not, blocking or not.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "min": np.minimum,
     "max": np.maximum,
 }
-#: Value, before a call, of the elements of result memory that do not hold the call's input.
+#: Value that the elements of the result array have before a call, unless they hold its input.
 UNTOUCHED = 77
 
 
@@ -73,7 +73,10 @@ class Case:
 
     @property
     def count(self) -> int:
-        """Number of elements as nccl-tests counts them: of one part, if the parts are equal."""
+        """Number of elements that nccl-tests shows.
+
+        If the parts are equal, this is the number of elements of one part, else of the buffer.
+        """
         is_part = self.form.has_parts and not self.form.is_unequal
         return self.total // self.nranks if is_part else self.total
 
@@ -175,7 +178,7 @@ def _reduced(case: Case, inputs: Sequence[Array]) -> Array:
 
 
 def _sent(case: Case, values: Array, source: int, to: int) -> Array:
-    """Return the part of an alltoallv that `source` sends `to`."""
+    """Return the part of `values`, the input of `source`, that an alltoallv sends to rank `to`."""
     counts = case.exchanged(source)
     begin = sum(counts[:to])
     return values[begin : begin + counts[to]]
@@ -196,10 +199,11 @@ def place(
     in_place: bool,
     move: Callable[[Array], Any] = lambda block: block,
 ) -> Buffers:
-    """Return the arrays of a call on a copy of `data`.
+    """Return the arrays that `rank` passes to a call, with a copy of `data` as the input.
 
-    If a rank passes two arrays and `in_place` is True, they share memory. `move` brings an array
-    to the memory that is measured, for example to a GPU; it may return its argument.
+    `data` is None if the rank has no input. If the rank passes two arrays and `in_place` is True,
+    they share memory. `move` returns an array in the memory that is measured, for example a copy on
+    a GPU, or its argument.
     """
     count = case.receives(rank)
     if data is None or count is None or not in_place:

@@ -21,7 +21,7 @@ class DataExtent(enum.Enum):
 
 
 class CollectiveForm(NamedTuple):
-    """Collective, or exchange of messages, as it is measured.
+    """Properties of a measured collective, barrier or exchange of messages.
 
     Attributes
     ----------
@@ -30,9 +30,9 @@ class CollectiveForm(NamedTuple):
     sends, receives : DataExtent
         Elements that a rank passes, and elements that it receives.
     reduces : bool
-        True if it takes an operation.
+        True if the method takes an operation.
     is_rooted : bool
-        True if it takes a root.
+        True if the method takes a root.
     has_parts : bool
         True if the buffer consists of one part per rank.
     is_unequal : bool

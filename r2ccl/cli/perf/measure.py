@@ -45,7 +45,7 @@ from r2ccl.factory import init
 from r2ccl.kernels import ON_GPU
 from r2ccl.types import ReduceOp
 
-#: Identifies the running kernel: its processes have the same clock `time.monotonic`.
+#: File with an ID of the running kernel; all processes on one kernel share `time.monotonic`.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 #: Seconds by which one rank is late at the barrier that is checked.
 _LATE_S = 0.005
@@ -77,7 +77,7 @@ def _registered(
 
 
 class Measurement:
-    """Measures cases on one communicator, which one thread uses.
+    """Measurement of cases on one communicator, by one thread.
 
     Parameters
     ----------
@@ -114,7 +114,10 @@ class Measurement:
         return Measured(seconds, wrong)
 
     def verify(self, case: Case, *, in_place: bool, seed: Sequence[int]) -> int:
-        """Make the calls on fresh inputs; return the number of wrong elements over all ranks."""
+        """Make the calls of `case` once, on fresh inputs made from `seed`.
+
+        Return the number of wrong elements over all ranks.
+        """
         rank = self._comm.rank
         inputs = [make_inputs(case, (*seed, part)) for part in range(self._options.ngrouped)]
         buffers = [
@@ -132,7 +135,7 @@ class Measurement:
         return int(self._comm.allreduce(np.array([wrong], np.int64))[0])
 
     def _verify_barrier(self, case: Case, *, in_place: bool, seed: Sequence[int]) -> int | None:
-        """Return the number of ranks that left a barrier before the last rank entered it.
+        """Run a barrier that one rank enters late; count the ranks that left before it entered.
 
         Return None if the ranks run on several machines, whose clocks cannot be compared.
         """

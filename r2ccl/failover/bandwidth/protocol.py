@@ -128,7 +128,7 @@ class Balance:
         self._updated_s = -1.0
 
     def set_nominal_rate(self, rate: int) -> None:
-        """Set the nominal rate that all rails have, in bytes/s; 0 means unknown."""
+        """Set the nominal rate, the same for all rails, in bytes/s; 0 means unknown."""
         self._nominal = rate
         self._updated_s = -1.0
 
@@ -165,7 +165,7 @@ class Balance:
         self._ended(nslices, now)
 
     def active_s(self, now: float) -> float:
-        """Return the active time so far, in seconds."""
+        """Return the active time (with a slice in flight on any rail) so far, in seconds."""
         if self._busy_since_s is None:
             return self._active_s
         return self._active_s + max(0.0, now - self._busy_since_s)

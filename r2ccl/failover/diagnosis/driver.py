@@ -85,7 +85,7 @@ class _Asked(NamedTuple):
 
 
 class SlowRecords:
-    """Levels of log records about slow or late peers: INFO once in `SAY_AGAIN_S` for each peer."""
+    """Log levels of records about slow or late peers: INFO once per `SAY_AGAIN_S` and peer."""
 
     def __init__(self) -> None:
         #: Time of the last INFO record, by peer.
@@ -173,7 +173,7 @@ class Diagnosis:
         self._slow = SlowRecords()
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the last verdict on each path that has one; any thread may call it."""
+        """Return the last verdict on each path that has one; any thread may call this."""
         return tuple(self._verdicts.copy().values())
 
     def slow_since(self, when_s: float) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ def port_map_of(rank: int, peers: Sequence[PeerInfo], nics: Sequence[Nic]) -> Po
 
 
 def own_ports(nranks: int) -> PortMap:
-    """Return the port map of ranks that share no NIC."""
+    """Return the port map of `nranks` ranks that share no NIC."""
     alone = [str(each) for each in range(nranks)]
     return PortMap(lambda _: alone, _plain_name)
 

@@ -67,7 +67,8 @@ class Failback:
     def failed(self, key: PathKey) -> None:
         """Record a failure of the path `key`, and put the path into quarantine.
 
-        Call it when neither end uses the path any more. See `Quarantine.failed` for the strike.
+        Call it when neither end uses the path any more. A failure in use adds a strike, which may
+        lengthen the path's hold; see `Quarantine.failed`.
         """
         self._quarantine(key).failed(self._clock())
 

@@ -112,7 +112,7 @@ class Quarantine:
         return _hold_s(self._policy, self._strikes)
 
     def failed(self, now: float) -> None:
-        """Record a failure of the path; handle it as `bad` if the path is not in use."""
+        """Record a failure of the path: in use, add a strike; out of use, do the same as `bad`."""
         if not self.is_in_use:
             self.bad(now)
             return

@@ -121,7 +121,7 @@ class HealthAgreement:
     # Called before a collective
 
     def enter(self, op: int) -> Health | None:
-        """Count collective `op` as started.
+        """Count collective `op` as started, if it may start; return the health to plan it with.
 
         `op` must be the next collective, or again the last one if it failed before it sent any
         byte.

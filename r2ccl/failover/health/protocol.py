@@ -224,9 +224,9 @@ class Agreement:
     def waits_for(self) -> tuple[int, ...]:
         """Return the ranks that this rank waits for in the current round; empty if none is running.
 
-        These are its children in the tree whose promises are missing; such a child may itself wait
-        for its own children. If no promise is missing, this is the coordinator, whose `Commit` is
-        missing.
+        These are this rank's children in the tree whose promises are missing; such a child may
+        itself wait for its own children. If no promise is missing, this rank waits only for the
+        coordinator, whose `Commit` is missing.
         """
         if self._member.limit is None:
             return ()

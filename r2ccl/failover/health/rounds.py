@@ -290,7 +290,7 @@ class Coordinator:
         self._numbers: dict[tuple[int, int, int], int] = {}
 
     def unheard(self, reporter: int, report: Report) -> tuple[RailShare, ...]:
-        """Return those news in `report` that no later report of `reporter` has replaced already.
+        """Return the news in `report` that no later report of `reporter` has replaced already.
 
         The number of the report is stored per rail, so that older reports can be recognized.
         """
@@ -342,7 +342,7 @@ class Coordinator:
             self._excluded_from = self._newest.version + 1
 
     def begin(self, now: float) -> Prepare | None:
-        """Begin a round if news change the health, no round is running and the pause is over.
+        """Begin a round if the news changes the health, no round is running and the pause is over.
 
         Return the message that begins the round, or None. A round is also run if a later request
         undoes an earlier one: the answers to both name the version of that round.

@@ -231,7 +231,7 @@ class Findings:
                 self.note(rank, [RailShare(rank, rail, health.share(rank, rail))])
 
     def note(self, reporter: int, news: Iterable[RailShare]) -> None:
-        """Make each report in `news` the last one of `reporter` on its rail.
+        """Store each report in `news` as the last one of `reporter` on that rail.
 
         A share of `WHOLE` withdraws the report. The ranks and rails in `news` must exist; this is
         not checked.

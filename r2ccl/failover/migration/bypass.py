@@ -37,7 +37,7 @@ PATIENCE_S = 0.2
 
 
 class Bypasses:
-    """Bypasses of one rank.
+    """The search of one rank for bypasses to its peers.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class Bypasses:
             self._control.accept_path(peer, BYPASS, 0)
 
     def connecting(self, peer: int) -> None:
-        """Let no round begin for `PATIENCE_S`, because the paths on rails to `peer` are connecting.
+        """Delay the search for a bypass to `peer` by `PATIENCE_S`: paths on rails are connecting.
 
         Do nothing if, as far as known, no home rail is up at both ranks.
         """
@@ -103,7 +103,7 @@ class Bypasses:
             self._due_s[peer] = self._clock() + PATIENCE_S
 
     def lost(self, key: PathKey) -> None:
-        """Set the time of the next round after the loss of path `key`.
+        """Set the time of the next search round after the loss of path `key`.
 
         The round may begin at once if a path on a rail was lost, and after `PAUSE_S` if the bypass
         was lost.

@@ -16,7 +16,7 @@ _C = TypeVar("_C")
 class Calls(Generic[_C]):
     """Calls of one communicator at this rank: their numbers, signatures and consumers.
 
-    The messages of the communicator (send and recv) have an object of their own, in which ``op``
+    The messages of the communicator (send and recv) have a `Calls` of their own, in which ``op``
     and ``signature`` stay 0.
 
     Parameters
@@ -42,11 +42,11 @@ class Calls(Generic[_C]):
         Each value is a dict used as an ordered set. Its keys are (signature, peer, is_sent);
         ``is_sent`` is True if the signature is that of the slices that this rank sends to the peer.
     seen : dict of int to int
-        Number of the last call of which a frame has arrived from each peer.
+        Per peer, number of the last call of which a frame has arrived from that peer.
     consumers : mapping
         `Consumer` of each link channel of the current call.
     busy : dict of int to int
-        Per peer, number of messages that need the paths to it although no slice is in flight.
+        Per peer, number of messages that need the paths to that peer though no slice is in flight.
     on_unposted : callable or None
         ``on_unposted(link)``: called if the next slice of ``link`` has arrived but has no posted
         receive; posts the receive. None: the slice waits until its receive is posted.
@@ -82,7 +82,7 @@ class Calls(Generic[_C]):
     def repeat_to(self, op: int, signature_of: Callable[[int], int]) -> None:
         """Count the calls up to number `op`, which compiled code has made without this object.
 
-        ``signature_of(number)`` returns the packed signature of one of them.
+        ``signature_of(number)`` returns the packed signature of call `number`.
         """
         for number in range(max(self.op, op - HISTORY) + 1, op + 1):
             self.signatures[number] = self.signature = signature_of(number)

@@ -113,7 +113,7 @@ class Migration:
         #: Path of each channel.
         self.routes = Routes(links, homes=context.homes, share=self._share, log=self.log)
         links.on_added(self.routes.begin)
-        #: Channels that used each path that is out of use and not yet resumed.
+        #: Per path that is out of use and not yet resumed: the channels that used it.
         self._lost: dict[PathKey, tuple[int, ...]] = {}
         #: Peers to be connected again once all their paths, closed as idle, are fenced.
         self._reopening: set[int] = set()
@@ -286,7 +286,7 @@ class Migration:
             self._look_into(key, path.epoch, cause, is_own=True)
 
     def exclude(self, rank: int, rail: int) -> None:
-        """Take all paths of the port of `rank` on `rail`, which is excluded, out of use.
+        """Take out of use all paths that use the excluded port of `rank` on `rail`.
 
         The paths are not diagnosed. Bypasses that begin or end at `rank` are fenced too, because
         this end does not know their ports; the next search avoids the excluded port.
@@ -397,7 +397,7 @@ class Migration:
             self._look_into(path.key, message.epoch, message.cause, is_own=False)
 
     def note_arrival(self, event: Arrived) -> None:
-        """Record the arrival of a slice in the records of the repairs that wait for it."""
+        """Record the arrival of a slice in the repair records that wait for it."""
         self.log.arrived(event.path, event.frame.channel, event.frame.seq, event.began_s)
 
     # Actions of the path table
@@ -534,7 +534,7 @@ class Migration:
             self._control.accept_path(peer, rail, epoch)
 
     def _use(self, path: Path) -> None:
-        """Tell all parts that a path came up, and move the channels to its peer back home.
+        """Tell all parts that a path came up, and return channels to its peer to their home rails.
 
         See `Routes.go_home`.
         """

@@ -150,7 +150,7 @@ class SendLink:
     def post(
         self, view: memoryview, is_eager: bool, op: int, signature: int, owner: Any, index: int
     ) -> tuple[Slice, object]:
-        """Number the next slice; return it with the token of its landing place (None if eager).
+        """Post the next slice; return it and the token of its landing place (None if eager).
 
         `can_post` must be True. The caller writes the slice now if its state is WRITING. The
         parameters are the attributes of `Slice`.
@@ -174,9 +174,9 @@ class SendLink:
         """Record a landing place of `nbytes` that the peer announced on `path` for slice `seq`.
 
         `token` is passed back to the transport with the slice. Return None if the slice is not
-        posted yet. Else return the slice, to be written now, and the path that it was lost on if
-        `resume` has not been called for that path yet: the peer's report over the control plane
-        may arrive after the new landing place.
+        posted yet. Else return the slice, which the caller writes now, and the path that it was
+        lost on, or None if `resume` has already been called for that path. The call of `resume` may
+        come later, because the peer's report may arrive after the new landing place.
 
         Raises
         ------
@@ -257,8 +257,8 @@ class SendLink:
         """Apply the peer's report for `path`, fenced at both ends; return the slices released.
 
         `epoch` is the epoch of the path that the fences end. A slice that was lost with the path
-        becomes WAITING. An eager slice stays so until `waiting` returns it, a cleared slice until
-        the receiver announces a new landing place.
+        becomes WAITING. An eager slice stays WAITING until `waiting` returns it, a cleared slice
+        until the receiver announces a new landing place.
 
         Raises
         ------
@@ -436,7 +436,7 @@ class RecvLink:
         return self.landings.pop(seq), *self.arrivals.pop(seq)
 
     def consume(self) -> None:
-        """Count the oldest delivered slice not consumed yet as consumed: it may be confirmed.
+        """Count the oldest delivered slice that is not consumed as consumed; it may be confirmed.
 
         Raises
         ------

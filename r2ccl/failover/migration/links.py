@@ -260,7 +260,7 @@ class Links:
         return self.calls_of(0).seen.get(peer, 0)
 
     def eager_nbytes(self) -> int:
-        """Return the bytes of the eager slices not released yet; any thread may call it."""
+        """Return the total bytes of the unreleased eager slices; any thread may call this."""
         return sum(
             len(item.view)
             for link in self.senders.copy().values()
@@ -275,7 +275,7 @@ class Links:
         on a rail is up, if a path to them is being repaired, or if a bypass to them is up.
         """
         idle = self.connected.difference(*(calls.busy for calls in self.calls.values()))
-        # Only slices and receives posted here count: a confirmation does not show its call.
+        # Only slices and receives posted here count as use: a confirmation may be of an old call.
         last_used = self._wanted.copy()
         for sender in self.senders.values():
             if sender.outstanding or sender.confirmed != sender.posted:
@@ -412,7 +412,7 @@ class Links:
             self.unconfirmed[link] = None
 
     def drop_messages(self) -> None:
-        """From now on, drop messages for closed communicators, so that senders do not wait.
+        """Drop messages for closed communicators from now on, so that senders do not wait.
 
         Also drop messages for communicators that this rank never made.
         """
@@ -537,7 +537,7 @@ class Links:
                     balance.confirmed(item.path.rail, self.polled_s, len(item.view))
 
     def note_retired(self, link: SendLink) -> None:
-        """Notify the consumers of the cleared slices of `link` that have newly been retired."""
+        """Notify the consumers of those cleared slices of `link` that are newly retired."""
         for item in link.newly_retired():
             if not item.is_eager:
                 item.owner.on_retired(item.index)

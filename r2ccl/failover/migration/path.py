@@ -103,7 +103,7 @@ class ClosePaths(msgspec.Struct, frozen=True, tag="close_paths"):
 
 
 class Path:
-    """State of one path at this end."""
+    """State, epoch and counters of this rank's end of a path."""
 
     __slots__ = (
         "activity", "announcement", "cause", "epoch", "is_idle", "key", "nbytes_received",
@@ -185,7 +185,7 @@ def announced(path: Path, announcement: Announcement) -> tuple[PathAction, ...]:
 
 
 def ended(path: Path) -> None:
-    """Begin the next epoch of `path`, once this end has resumed."""
+    """Begin the next epoch of `path`; called once this end has resumed."""
     path.epoch += 1
     path.announcement = None
 
@@ -209,11 +209,11 @@ def choose_routes(
     candidates : sequence of PathKey
         Paths that are up.
     load : mapping of PathKey to int
-        Number of channels that use a path already; a missing path has 0.
+        Number of channels on a path that count as its load; a missing path has 0.
     weight : callable
         Relative bandwidth of a path; above 0.
     crowd : mapping of PathKey to int, optional
-        Number of other channels on a path, which only break ties.
+        Number of further channels on a path, which only break ties.
 
     Returns
     -------

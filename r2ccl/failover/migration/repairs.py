@@ -114,10 +114,10 @@ class RepairLog:
                 self.open.append((repair, awaited))
 
     def replayed(self, lost_on: tuple[PathKey, int] | None, nbytes: int) -> None:
-        """Count `nbytes` of a slice that was lost on a path in an epoch, `lost_on`, as replayed.
+        """Add `nbytes` to the replayed bytes of the failure that lost the slice.
 
-        Do nothing if `lost_on` is None (the slice is sent for the first time), or if the newest
-        record of the path is not of this epoch.
+        `lost_on` is the path and the epoch of that failure. Do nothing if it is None (the slice is
+        sent for the first time), or if the newest record of the path is not of this epoch.
         """
         if lost_on is not None:
             for repair in self._last(*lost_on):
@@ -143,7 +143,7 @@ class RepairLog:
     def sequel(self, key: PathKey, epoch: int) -> str:
         """Return a description of the repair of `key` in `epoch`; empty if it is not done.
 
-        Empty, too, if the newest record of the path is not of this epoch.
+        The text is also empty if the newest record of the path is not of this epoch.
         """
         for repair in self._last(key, epoch):
             if repair.resumed_s:
@@ -157,7 +157,7 @@ class RepairLog:
     def _last(self, key: PathKey, epoch: int | None = None) -> list[Repair]:
         """Return a list with the newest record of `key`; empty if there is no record of it.
 
-        Empty, too, if `epoch` is given and the newest record is not of this epoch.
+        The list is also empty if `epoch` is given and the newest record is not of this epoch.
         """
         for repair in reversed(self.repairs):
             if (repair.peer, repair.rail) == key:

@@ -3,9 +3,9 @@
 `r2ccl.flowsim.loops.state` defines the terms. A model of port sharing takes from ``starting`` the
 links whose next slice may be sent, and calls `goes_on_a_wire` for each. If the result is True, the
 model calls `sent` when the slice is sent completely; for a slice that takes no time to send,
-`land_and_reduce` calls it. A waiter is in at most one queue: that of the first op of which it needs
-more slices, or that of its lane. It is woken when enough slices of that op are done, or when the
-lane is free to reduce.
+`land_and_reduce` calls it. A waiter is in at most one queue: the queue of the first op of which it
+needs more slices, or the queue of its lane. The waiter is woken when enough slices of that op are
+done, or when the lane is free to reduce.
 
 The rules are those of `r2ccl.schedule.ir`: if an op and its dependency work on the same chunk
 index, slice k of the op waits for slice k of the dependency; otherwise every slice waits for the
@@ -196,7 +196,7 @@ def sent(s: FlowState, link: int) -> None:
 
 @inlined
 def _work(s: FlowState, number: int) -> None:
-    """Run slices of a local op until a slice must wait."""
+    """Run the remaining slices of local op `number` until a slice must wait."""
     me = s.locals[number]
     waiter = 2 * s.links.size + number
     while me.slice < me.nslices:

@@ -4,7 +4,7 @@ A slice is queued at its egress port and at its ingress port at the same time, a
 completely when both have served it. A port that is not the bottleneck of a slice serves it early
 and then has more bandwidth for its other slices. Over several slices a link therefore gets about
 its max-min fair share. An event costs a few operations on the heap and on the sorted queues of its
-ports; it computes no rates of other links. The time of a single slice may be inaccurate. Compared
+ports; rates of other links are not computed. The time of a single slice may be inaccurate. Compared
 with `r2ccl.flowsim.loops.max_min`, rings take the same simulated time, double binary trees and
 packed trees over 8 nodes take from 2.1 % less to 0.7 % more, and 28 packed trees with 16 slices per
 chunk over 1,024 nodes take 2.8 % less.
@@ -56,7 +56,10 @@ def settle(s: FlowState, port: int) -> None:
 
 @inlined
 def requeue(s: FlowState, port: int) -> None:
-    """Set the port's heap entry to the time of its next finished slice; an idle port has none."""
+    """Set the port's heap entry to the time at which the port next finishes a slice.
+
+    An idle port has no entry.
+    """
     here = s.ports[port]
     if here.count == 0:
         clear_time(s, port)
@@ -91,7 +94,7 @@ def place(s: FlowState, link: int) -> None:
 def _part_left(s: FlowState, seat: int, port: int) -> float:
     """Remove a link's seat from the port's queue; return the bytes of its slice not yet served.
 
-    Returns 0 if the port has served the slice, so that the seat is in no queue any more.
+    Return 0 if the port has already served the slice, and the seat is therefore in no queue.
     """
     if s.seats[seat].next == AWAY:
         return 0.0

@@ -1,7 +1,7 @@
 """Binary min-heaps in flat arrays: an array of keys and an array of item numbers.
 
-The arrays have room for all items. The caller of `push` and `drop_first` keeps the number of
-entries; `set_time` and `clear_time` keep that of `FlowState.heap` themselves.
+The arrays have room for all items. The caller of `push` and `drop_first` counts the entries;
+`set_time` and `clear_time` count the entries of `FlowState.heap` themselves, in ``counts[HEAP]``.
 
 The order in which equal keys leave a heap depends only on the earlier calls, so simulations are
 deterministic.
@@ -59,7 +59,7 @@ def _place(s: FlowState, at: int, key: float, number: int) -> None:
 
 @inlined
 def _sift(s: FlowState, start: int, key: float, number: int) -> None:
-    """Insert an entry at `start`, then move it up or down to restore the heap order."""
+    """Put an entry at `start` of `FlowState.heap`, then move it to restore the heap order."""
     at = start
     while at > 0 and s.heap_key[(at - 1) >> 1] > key:
         parent = (at - 1) >> 1
@@ -89,7 +89,7 @@ def set_time(s: FlowState, number: int, time: float) -> None:
 
 @inlined
 def clear_time(s: FlowState, number: int) -> None:
-    """Remove the next event of item `number` from the heap, if it has one there."""
+    """Remove the next event of item `number` from the heap, if the heap has one."""
     at = s.heap_at[number]
     if at < 0:
         return

@@ -10,11 +10,11 @@ all links that share a port with it, directly or through further links, are reco
 Batches
 -------
 At each event, the slices that are due end in one batch, and with them slices of which at most
-``tolerance`` times their size is left. The search for these goes down the heap only below slices
-that end, so it may miss one that is below a slice with more left. The bytes left are sent with the
-link's next slice, so no port exceeds its bandwidth; those of the last slice are not sent. In
-measurements of rings, double binary trees and packed trees over 8 nodes, a tolerance of 0.001
-changes the total time by less than 0.01 %, and a tolerance of 0.01 by less than 0.05 %.
+``tolerance`` times their size is left. The search for these descends the heap only below slices
+that end, so it may miss a slice below one that does not end. The bytes left are sent with the
+link's next slice, so no port exceeds its bandwidth; the bytes left of a link's last slice are not
+sent. In measurements of rings, double binary trees and packed trees over 8 nodes, a tolerance of
+0.001 changes the total time by less than 0.01 %, and a tolerance of 0.01 by less than 0.05 %.
 
 References
 ----------
@@ -92,7 +92,8 @@ def lift(s: FlowState, link: int) -> None:
 def _start(s: FlowState) -> None:
     """Start the slices that are ready.
 
-    Then remove each link whose slice has ended, and whose next one has not started, from its ports.
+    Then remove from their ports the links whose slice has ended and whose next slice has not
+    started.
     """
     now = s.clock[0]
     for i in range(s.counts[STARTING]):
@@ -122,7 +123,7 @@ def _is_ending(s: FlowState, at: int) -> bool:
 
 @called
 def _finish(s: FlowState) -> None:
-    """End the slices that are due, within the tolerance."""
+    """End the slices that are due within the tolerance; list their links in ``rested``."""
     now = s.clock[0]
     count = 0
     if s.counts[HEAP] > 0 and _is_ending(s, 0):

@@ -226,7 +226,7 @@ class PxnTransport:
         self._inner.flush()
 
     def _take(self, rail: int, memory: memoryview) -> Slot | None:
-        """Return a slot for the slice in `memory`, or None if it cannot be relayed now."""
+        """Return a slot for the slice in `memory`; None if the slice cannot be relayed now."""
         if not len(memory) or not is_device_view(memory):
             return None
         return self._relays[rail].take(len(memory))

@@ -34,9 +34,10 @@ _HOST_DEVICES = (1, 3, 11)
 
 
 class HeldDatatype(MPI.Datatype):
-    """Duplicate of a derived datatype, freed with the last reference to it.
+    """Duplicate of a derived datatype, freed when Python deletes the object.
 
-    MPI lets a program free a datatype while a request still needs it.
+    The duplicate stays valid if the program frees its datatype while a request still needs it, as
+    MPI allows.
     """
 
     def __new__(cls, datatype: Any) -> HeldDatatype:
@@ -113,7 +114,7 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
         return self.memory[: self.count * self.nblocks * dtype.itemsize].view(dtype)
 
     def pack(self, data: Array) -> None:
-        """Copy the elements to `data`, unless `data` is their memory."""
+        """Pack the elements into `data`, unless `data` is the caller's memory."""
         if self.is_contiguous:
             if data.size and not np.may_share_memory(data, self.memory):
                 data[:] = self.memory[: data.size]
@@ -121,7 +122,7 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
             self.datatype.Pack(self._extents(), data, 0, MPI.COMM_SELF)
 
     def unpack(self, data: Array) -> None:
-        """Copy `data` to the elements, unless `data` is their memory; gaps are not written."""
+        """Unpack `data` into the elements, unless `data` is the caller's memory; skip gaps."""
         if self.is_contiguous:
             if data.size and not np.may_share_memory(data, self.memory):
                 self.memory[: data.size] = data
@@ -129,10 +130,10 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
             self.datatype.Unpack(data, 0, self._extents(), MPI.COMM_SELF)
 
     def _extents(self) -> Any:
-        """Return memory of one extent per element, from which MPI infers the number of elements.
+        """Return a buffer with one extent per element, from which MPI infers the element count.
 
-        The last extent may end after the end of the array, but no element does: `require_room` has
-        checked that.
+        The last extent may end after the end of the array, but the data of its element does not:
+        `require_room` has checked that.
         """
         nbytes = self.count * self.nblocks * self.datatype.extent
         return MPI.buffer.fromaddress(self.memory.ctypes.data, nbytes)
@@ -294,9 +295,9 @@ def datatype_of(owner: Any, given: Any) -> Any:
 
 
 def _exporter(owner: Any) -> memoryview:
-    """Return a view of the elements of `owner`, by the buffer protocol if possible, else DLPack.
+    """Return a view of the elements of `owner`, made by the buffer protocol or, without it, DLPack.
 
-    Raises BufferError if neither has a format for the elements, such as those of datetime64.
+    Raises BufferError if the elements have no format in the buffer protocol, as with datetime64.
     """
     try:
         return memoryview(owner)
@@ -327,7 +328,8 @@ def _offset(displacement: Any, datatype: Any, nbytes: int) -> int:
 def inferred_count(nbytes: int, datatype: Any, nblocks: int = 1) -> int:
     """Return the number of elements per block if `nblocks` equal blocks fill `nbytes`.
 
-    Raise ValueError if they cannot fill it, or `datatype` is null or has no positive extent.
+    Raise ValueError if `nbytes` is not a whole number of elements or of equal blocks, or if
+    `datatype` is null or has no positive extent.
     """
     if not nbytes:
         return 0
@@ -385,7 +387,7 @@ def require_usable(datatype: Any) -> None:
 
 
 def held(datatype: Any) -> Any:
-    """Return `datatype` if it is predefined, else a `HeldDatatype` of it."""
+    """Return `datatype` if it is predefined, else a duplicate that outlives it (`HeldDatatype`)."""
     return datatype if datatype.is_predefined else HeldDatatype(datatype)
 
 

@@ -113,8 +113,8 @@ class Connections:
     def free_child(self, communicator: Communicator, unfinished: Unfinished) -> None:
         """Close a communicator made from the first `Comm`, if it has no unfinished request.
 
-        If it has one, the next call of this method or of `free` after its requests have finished
-        closes it.
+        Otherwise, the communicator is closed by the first call of this method or of `free` after
+        its requests have finished.
         """
         with self._lock:
             self._freed.append((communicator, unfinished))
@@ -207,7 +207,7 @@ class Comm(MPI.Intracomm):
         self._communicator: Communicator | None = communicator
         self._connections = connections
         self.unfinished = Unfinished()
-        #: Held while a thread takes a message; `Mprobe` takes it in two steps, probe and receive.
+        #: Lock held while a thread takes a message: `Mprobe` probes and receives it in two steps.
         self.taking = threading.Lock()
         #: ``keep(request)`` holds a buffered message until it is sent.
         self.keep = connections.keep

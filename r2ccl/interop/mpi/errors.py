@@ -21,7 +21,7 @@ from r2ccl import (
     R2cclError,
 )
 
-#: Error class of MPI for each class of r2ccl; the first match counts. All others: ERR_OTHER.
+#: Error class of MPI for each exception of r2ccl; the first match counts. All others: ERR_OTHER.
 _CLASSES: tuple[tuple[type[R2cclError], int], ...] = (
     (InvalidArgument, MPI.ERR_ARG),
     (PeerLost, MPI.ERR_PROC_FAILED),

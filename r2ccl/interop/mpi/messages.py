@@ -36,7 +36,7 @@ class Delivery:
     received, sent : MessageRequest or None
         Requests of the receive and of the send; None: the call has none.
     found : Message or None
-        Message that is received already; None: none yet.
+        Message that has already been received; None: none yet.
 
     Attributes
     ----------

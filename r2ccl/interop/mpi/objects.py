@@ -107,7 +107,7 @@ def pickled(obj: Any) -> Any:
 def _pickles(comm: Any, objects: Sequence[Any] | None) -> list[Any]:
     """Return the pickle of each object; raise ValueError unless there is one per rank.
 
-    If `objects` is None, each object is None.
+    If `objects` is None, the object for each rank is None.
     """
     found = [None] * comm.size if objects is None else list(objects)
     if len(found) != comm.size:

@@ -85,7 +85,7 @@ class MpiMessage:
         """Take a message of the `Comm` `comm`, so that no other receive can take it.
 
         `found` is the first message with its source and tag that no receive has taken yet. The
-        caller holds ``comm.taking`` since it probed for `found`.
+        caller has held ``comm.taking`` since before it probed for `found`.
         """
         made = cls()
         made._comm, made._data = comm, np.empty(found.count, np.uint8)

@@ -1,8 +1,8 @@
 """Reductions of mpi4py, as calls of a `Communicator`.
 
 Each public function takes a `Comm` and the arguments of one method of mpi4py, checks them and
-returns a `Call`. From each function `Comm` makes the blocking, the nonblocking and the persistent
-method of mpi4py.
+returns a `Call`. `Comm` makes a blocking, a nonblocking and a persistent method of mpi4py from each
+function.
 
 r2ccl reduces aligned memory. Elements that are not aligned, which MPI accepts, are copied to new
 memory before each run of the call, and the results copied back.

@@ -11,7 +11,7 @@ If a request in a list has failed, the methods that may complete several request
 `MpiError` of class ``ERR_IN_STATUS``, and the statuses tell the error class of each request. As
 with MPICH, the failed request is completed, and so are all others that have finished; but
 `MpiRequest.Waitall` and `MpiRequest.waitall` stop at the first failed request, and the statuses of
-those after it tell ``ERR_PENDING``.
+the requests after it have the error class ``ERR_PENDING``.
 
 Invariant: when a request was completed without an error, the caller's buffers hold its result.
 """
@@ -41,8 +41,8 @@ _PAUSE_S = 50e-6
 class Unfinished:
     """Requests of one `Comm` that are not finished; true if there is one.
 
-    A request that was freed or forgotten while it was active is finished once its call is done.
-    Any other request is finished while it is not active.
+    Unfinished requests are the active ones, and those that were freed or garbage-collected while
+    they were active and whose call is not done.
     """
 
     def __init__(self) -> None:
@@ -50,17 +50,17 @@ class Unfinished:
         self._dropped: deque[Any] = deque()
 
     def add(self, request: MpiRequest) -> None:
-        """Note a request whose call was started, and forget dropped calls that are done.
+        """Note a request whose call was started, and release dropped calls that are done.
 
-        Calls mostly end in the order in which they were started, so that looking at the first ones
-        is enough to release the arrays of nearly all.
+        Calls mostly end in the order in which they were started, so checking the oldest ones
+        releases the arrays of nearly all.
         """
         self._started.add(request)
         while self._dropped and self._dropped[0].is_done():
             self._dropped.popleft()
 
     def drop(self, work: Any) -> None:
-        """Note the call of an active request that is freed or forgotten."""
+        """Keep `work`, the call of an active request that is freed or garbage-collected."""
         self._dropped.append(work)  # no more than this: the garbage collector may call
 
     def __bool__(self) -> bool:
@@ -70,7 +70,7 @@ class Unfinished:
 
 
 def _list_method(method: Callable[..., Any]) -> Any:
-    """Return `method` as a class method that leaves a list of only MPI's own requests to MPI.
+    """Return `method` as a class method that leaves lists without requests of r2ccl to MPI.
 
     Only MPI can tell which of its persistent requests are active.
     """
@@ -329,7 +329,7 @@ class MpiRequest:
 
     @_list_method
     def testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool, Any]:
-        """Complete one request like `Testany`; return its index, flag and object received."""
+        """Complete one request like `Testany`; return index, flag and object received, or None."""
         require_status(status)
         active = _active(requests)
         for index in active:

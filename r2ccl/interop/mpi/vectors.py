@@ -52,7 +52,7 @@ class VectorSpec(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_contiguous(self) -> bool:
-        """True if each block is contiguous; there may be gaps between them."""
+        """True if each block is contiguous; there may be gaps between the blocks."""
         return all(block.is_contiguous for block in self.blocks)
 
     @property
@@ -83,12 +83,12 @@ class VectorSpec(msgspec.Struct, frozen=True, eq=False):
         return data[first : first + self.counts[rank]]
 
     def pack(self, data: Array) -> None:
-        """Copy the elements to `data`, unless `data` is their memory."""
+        """Pack the elements into `data`, unless `data` is the caller's memory."""
         for rank, block in enumerate(self.blocks):
             block.pack(self.part(data, rank))
 
     def unpack(self, data: Array) -> None:
-        """Copy `data` to the elements, unless `data` is their memory."""
+        """Unpack `data` into the elements, unless `data` is the caller's memory."""
         for rank, block in enumerate(self.blocks):
             block.unpack(self.part(data, rank))
 

@@ -137,7 +137,7 @@ def _single(values: list[Any]) -> Any:
 
 
 def _empty(n: int, like: Any) -> Any:
-    """Return an array, or a torch tensor, for `n` tensors like `like`."""
+    """Return an uninitialized array or torch tensor with room for `n` tensors like `like`."""
     shape = (n, *like.shape)
     return np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)
 

@@ -36,8 +36,8 @@ from r2ccl.interop.rank_exchange import RankExchange, named_ranks
 _PAUSE_S = 0.05
 #: Longest time in seconds that Ray may take to deliver a reply of the exchange actor.
 _REPLY_S = 10.0
-#: If the exchange actor has not answered a call for longer than this time in seconds, or than half
-#: the time limit if that is shorter, the error after the deadline says so.
+#: The timeout error says that the exchange actor does not answer if a call to it took longer than
+#: this time in seconds, or than half the time limit if that is shorter.
 _SILENCE_S = 1.0
 #: Ray's default number of concurrent calls of an asynchronous actor. Each rank waits in one call.
 _NCALLS = 1000
@@ -156,7 +156,7 @@ class RayRanks(RankExchange):
     group_name : str
     nranks, rank : int
     deadline_s : float
-        Time of the clock `monotonic`, in seconds, at which waits in exchanges end.
+        Time at which exchanges time out, in seconds of the clock `monotonic`.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ def _create(group_name: str, nranks: int, deadline_s: float) -> Any:
         try:
             return make.remote(nranks)
         except ActorAlreadyExistsError as exc:
-            # Ray may take a moment to end the actor of the last group of this name.
+            # Ray may take a moment to end the actor of the previous group of this name.
             if monotonic() > deadline_s:
                 raise _timeout(0, group_name, "another actor is rank 0 of this group") from exc
         time.sleep(_PAUSE_S)
@@ -238,14 +238,14 @@ def _find(group_name: str, nranks: int, rank: int, deadline_s: float) -> Any:
         try:
             meeting = ray.get_actor(_name_of(group_name))
             found = ray.get(meeting.join.remote(rank, call), timeout=limit_s)
-        except (ValueError, RayActorError):  # not created yet, or of the last group of this name
+        except (ValueError, RayActorError):  # no actor yet, or that of the previous group
             time.sleep(_PAUSE_S)
             continue
         except GetTimeoutError:
             if limit_s > silence_s:  # else: the deadline came soon after this attempt began
                 why = "the actor that rank 0 created does not answer"
             continue
-        if found is None:  # of the last group of this name
+        if found is None:  # the actor of the previous group of this name
             time.sleep(_PAUSE_S)
             continue
         if found == nranks:

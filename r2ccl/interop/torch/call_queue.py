@@ -39,8 +39,8 @@ class QueuedCall:
     result : list of Tensor
         Tensors that hold the result; the value of the future.
     stream : torch.cuda.Stream, optional
-        Current stream while the function runs, and while those callbacks of the future run that
-        were added before the call has ended. Default: that of the thread that runs them.
+        Current stream while the function runs, and while the callbacks run that were added to the
+        future before the call ended. Default: the current stream of the thread that runs them.
     """
 
     __slots__ = ("_done", "_ended", "_fn", "_future", "_stream", "error", "has_ended", "result")
@@ -97,7 +97,7 @@ class QueuedCall:
             torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 
     def end(self) -> Any:
-        """Mark the call as ended; return the future to pass to `complete`, or None."""
+        """Mark the call as ended; return the future that `complete` must complete, if any."""
         with _LOCK:
             self.has_ended = True
             with contextlib.suppress(RuntimeError):  # a late `wait` has released it
@@ -196,8 +196,8 @@ class CallQueue:
         """End the threads once all added calls have run; wait for them up to a second.
 
         The wait matters because a thread that still runs when the interpreter ends can make the
-        process crash. If a callback of a future calls `close`, its own thread cannot be waited for
-        here, so the end of the interpreter waits for it.
+        process crash. If a callback of a future calls `close`, its thread cannot be joined here; an
+        atexit function joins it.
         """
         with self._changed:
             self._is_closed = self._is_watched = True

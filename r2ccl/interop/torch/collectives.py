@@ -103,7 +103,7 @@ def _allreduce_sparse(comm: Communicator, tensor: Tensor, opts: Any) -> None:
         width = rows[0].numel() if len(rows) else int(np.prod(rows.shape[1:]))
         comm.allgatherv(array_of(rows), array_of(whole), counts=[count * width for count in counts])
         gathered.append(whole)
-    # Opting out of the check keeps torch from warning that it is off; shapes and indices fit.
+    # The explicit False keeps torch from warning that the check is off; shapes and indices fit.
     total = torch.sparse_coo_tensor(
         gathered[0].t(), gathered[1], tensor.shape, check_invariants=False
     )
@@ -267,8 +267,8 @@ def _alltoallv(
     recvcounts: Sequence[int],
     sendcounts: Sequence[int],
 ) -> None:
-    """Call `alltoallv` on tensors that are in order and may overlap."""
-    # `alltoallv` is in place only if both are the same memory, not just begin at one address.
+    """Call `alltoallv` on tensors that are in order (see `tensors`) and may overlap."""
+    # `alltoallv` is in place only if both have the same memory; the same address is not enough.
     first = 0 if source.nbytes == target.nbytes else None
     comm.alltoallv(
         array_of(apart(source, target, first)),
@@ -292,10 +292,10 @@ def _list(lists: Any) -> list[Tensor]:
 
 @contextmanager
 def _outputs_in_order(comm: Communicator, outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield a list of tensors that are in order: each of `outputs`, or new memory for it.
+    """Yield each output, or a new tensor in its place if it is not in order (see `tensors`).
 
-    At the end of the block, new memory is copied to its output. If there are several outputs, the
-    calls in the block run as a group.
+    At the end of the block, each new tensor is copied to its output. If there are several outputs,
+    the calls in the block run as a group.
     """
     copies = [_ordered_output(output) for output in outputs]
     with comm.group() if len(copies) > 1 else nullcontext():
@@ -305,7 +305,7 @@ def _outputs_in_order(comm: Communicator, outputs: Sequence[Tensor]) -> Iterator
 
 
 def _ordered_output(output: Tensor) -> Tensor:
-    """Return `output` if it is in order, otherwise an uninitialized tensor in order."""
+    """Return `output` if it is in order (see `tensors`), else an uninitialized tensor in order."""
     if is_in_order(output):
         return output
     return torch.empty_like(output, memory_format=torch.contiguous_format)

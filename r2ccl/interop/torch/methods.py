@@ -99,10 +99,10 @@ def _run_within(
 def _options(
     options: Any, rest: tuple[Any, ...], named: dict[str, Any], fields: tuple[str, ...]
 ) -> Any:
-    """Return the options of a call in either form.
+    """Return the options of a call that passes an object of options, or its fields as arguments.
 
     `rest` has the positional arguments from the options on, `named` the keyword arguments. As in
-    torch, an argument that the form does not have raises TypeError.
+    torch, an argument that this form of the call does not have raises TypeError.
     """
     has_options = "opts" in named or (len(rest) > 0 and hasattr(rest[0], "asyncOp"))
     form = ("opts",) if has_options else fields
@@ -364,8 +364,8 @@ class GroupMethods:
         ------
         DistBackendError
             On every rank that called `monitored_barrier`, if a rank did not call it in time. On
-            rank 0 the error names the missing ranks, as many as `wait_all_ranks` says; on the other
-            ranks it names rank 0.
+            rank 0 the error names missing ranks, see `wait_all_ranks`; on the other ranks it names
+            rank 0.
         """
         give_up_s = monotonic() + seconds(timeout, self._state.timeout_s)
         tag = _BARRIER_TAG + next(self._state.nbarriers)

@@ -26,9 +26,9 @@ _connections = TorchConnections()
 
 
 class R2cclBackend(GroupMethods, c10d.Backend):  # type: ignore[misc]
-    """Backend that torch 2.14 and newer find in an `R2cclProcessGroup`; shares its state."""
+    """Backend that torch 2.14 and newer find in an `R2cclProcessGroup`; both share one state."""
 
-    # In a class in Python, the inherited properties would recurse without end.
+    # In a subclass written in Python, the inherited properties would recurse without end.
     _supports_time_estimate = False
     supports_abort_hooks = False
     supports_completion_hooks = False

@@ -6,7 +6,7 @@ and share its connections; if the group of all ranks has another backend, each g
 `r2ccl.init`.
 
 The keys in the store contain the number of the attempt, because a program may call
-``init_process_group`` again on the store of torchrun, which still has the keys of the last time.
+``init_process_group`` again on the store of torchrun, which still has the keys of the last call.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from r2ccl import Communicator, TransportError, TransportTimeout, init
 from r2ccl.clock import monotonic
 from r2ccl.interop.rank_exchange import RankExchange
 
-#: Variable by which `r2ccl launch` passes to rank 0 a socket that listens at R2CC_PORT. Ranks that
-#: meet through a store do not use the socket, but rank 0 must then listen at another port.
+#: Variable through which `r2ccl launch` passes rank 0 a socket that listens at R2CC_PORT. Ranks
+#: that meet through a store do not use this socket, so rank 0 must listen at another port.
 _LISTENER = "R2CC_LISTEN_FD"
 _TIMEOUT = "R2CC_TIMEOUT_S"
 _PREFIX = "r2ccl"
@@ -62,7 +62,7 @@ class StoreRanks(RankExchange):
         return [bytes(each) for each in self._store.multi_get(list(keys.values()))]
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order; they must be convertible to JSON."""
+        """Return the values of all ranks, in rank order; values must be convertible to JSON."""
         return [json.loads(each) for each in self.allgather_bytes(json.dumps(value).encode())]
 
     def bcast(self, value: Any, root: int) -> Any:
@@ -164,7 +164,7 @@ def timeout_s_of(given: timedelta) -> float | None:
 
     Return None if R2CC_TIMEOUT_S is set, or if `given` is torch's default, which torch passes if
     the program gives no timeout. The group then has the time limit of the communicator from which
-    its own is made.
+    its communicator is made.
     """
     if _TIMEOUT in os.environ or given == default_pg_timeout:
         return None

@@ -83,7 +83,7 @@ def current_stream(given: Any) -> Any:
 
 
 def array_of(tensor: Tensor) -> Any:
-    """Return a view of a tensor that is in order: a NumPy array or, on a GPU, a tensor.
+    """Return a view of a tensor in order (see the module): a NumPy array or, on a GPU, a tensor.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def array_of(tensor: Tensor) -> Any:
 
 
 def _array(tensor: Tensor) -> Any:
-    """Return an array for `array_of`, of a dtype that NumPy has."""
+    """Return a NumPy view of a tensor; raise the error of `Tensor.numpy` if that is impossible."""
     name = _NAMES.get(tensor.dtype)
     is_memory = tensor.is_cpu and type(tensor) in _PLAIN and not tensor._is_zerotensor()
     if name is not None and is_memory:
@@ -123,7 +123,7 @@ def cannot_view(tensor: Tensor, why: object) -> InvalidArgument:
 def is_in_order(tensor: Tensor) -> bool:
     """Return whether a tensor is in order; see the module.
 
-    The memory of a tensor with a lazy conjugation or negation has other values than its elements.
+    A conjugate or negative view is not: the values in its memory differ from its elements.
 
     Raises
     ------
@@ -150,9 +150,9 @@ def in_order(tensor: Tensor) -> Tensor:
 def apart(source: Tensor, target: Tensor, first: int | None) -> Tensor:
     """Return `source`, or a copy of it if it overlaps `target` and the call is not in place.
 
-    Both are in order. A call is in place if `source` begins at element `first` of `target` or, for
-    a negative `first`, if `target` begins at element ``-first`` of `source`. If `first` is None, it
-    is not in place.
+    Both tensors are in order. The call is in place if `source` begins at element `first` of
+    `target` or, for a negative `first`, if `target` begins at element ``-first`` of `source`. If
+    `first` is None, the call is not in place.
     """
     distance = source.data_ptr() - target.data_ptr()
     is_in_place = first is not None and distance == first * source.element_size()
@@ -162,7 +162,7 @@ def apart(source: Tensor, target: Tensor, first: int | None) -> Tensor:
 
 
 def copy_back(tensor: Tensor, copy: Tensor) -> None:
-    """Copy the result of a call from `copy` to `tensor`; do nothing if they are one object."""
+    """Copy the result of a call from `copy` to `tensor`; do nothing if both are the same object."""
     if copy is not tensor:
         tensor.detach().copy_(copy)
 
@@ -196,7 +196,7 @@ def joined(tensors: Sequence[Tensor], *, is_read: bool) -> Tensor:
 
 
 def divide(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy `flat`, which `joined` returned for `tensors`, to the tensors, unless it is a view."""
+    """Copy `flat`, the result of `joined` for `tensors`, to the tensors; do nothing for a view."""
     if flat.data_ptr() == tensors[0].data_ptr():
         return
     at = 0

@@ -46,7 +46,7 @@ def seconds(timeout: timedelta | None, default_s: float) -> float:
 
 
 def late_collective(timeout_s: float) -> str:
-    """Return the reason why a collective that has reached its timeout ends the communicator."""
+    """Return the reason that `on_timeout` gets if a collective has reached its timeout."""
     return f"a collective has reached its timeout of {timeout_s:g} s"
 
 
@@ -197,7 +197,7 @@ class MessageWork(_AnyWork):
         self._error: BaseException | None = None
         self._source = -1
         self._is_over = False
-        #: Held by the thread that waits. Re-entrant, so that it can be released only if held.
+        #: Held by the thread that waits. Re-entrant, because only the holder can release an RLock.
         self._lock = threading.RLock()
 
     def is_completed(self) -> bool:
@@ -246,7 +246,7 @@ class MessageWork(_AnyWork):
         if lock._is_owned():  # type: ignore[attr-defined]
             return False  # in a signal handler that interrupted this thread's wait
         try:
-            # Another thread that waits holds the lock, no longer than the message's timeout.
+            # Another thread that waits holds the lock for at most the message's timeout.
             if not lock.acquire(timeout=limit_s if has_shorter_limit else -1):
                 return False
             if self._is_over:

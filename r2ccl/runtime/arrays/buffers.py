@@ -85,7 +85,7 @@ AnyBuffer = TypeVar("AnyBuffer", bound=Extent)
 
 
 class Buffer(msgspec.Struct, frozen=True, eq=False):
-    """Flat view of an array of the caller in host memory.
+    """Flat view of one of the caller's arrays in host memory.
 
     Parameters
     ----------
@@ -131,20 +131,20 @@ class Buffer(msgspec.Struct, frozen=True, eq=False):
 
 
 class JaxBuffer(Buffer, frozen=True, eq=False):
-    """Flat view of an input that is an array of JAX; without ``out``, the result is also of JAX."""
+    """Flat view of an input that is a JAX array; without ``out``, the result is one, too."""
 
 
 def like(x: Any, times: int = 0) -> Any:
     """Allocate an output with the shape and dtype of `x`, C-contiguous and uninitialized.
 
-    For an array of torch, CuPy or Numba, the output is an array of the same library on the same
-    device. For any other object in host memory, it is a NumPy array; for an array of JAX, one that
-    JAX can share. If ``times`` is not 0, the output has an additional first dimension of that size.
+    For a torch, CuPy or Numba array, the output is an array of the same library on the same device.
+    For any other object in host memory, it is a NumPy array; for a JAX array, one whose memory JAX
+    can share. If `times` is not 0, the output has an additional first dimension of that size.
 
     Raises
     ------
     InvalidArgument
-        If `x`, not an array of torch, CuPy or Numba, is in device memory or cannot be viewed.
+        If `x` is not a torch, CuPy or Numba array, and is in device memory or cannot be viewed.
     """
     shape = _shape(x)
     return _empty_like(x, (times, *shape) if times else shape)

@@ -54,7 +54,7 @@ _MANAGED = 13
 
 
 class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
-    """Flat view of an array of the caller in GPU memory.
+    """Flat view of one of the caller's arrays in GPU memory.
 
     Parameters
     ----------
@@ -70,14 +70,14 @@ class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
         Number of the GPU in this process, or `ANY_GPU`.
     stream : Stream
         Stream of this array for calls without a ``stream`` argument (see `streams_of`):
-        `Library.stream` of the array when the view was made. For an array of no known library:
+        `Library.stream` of the array when the view was made. For an array that has no `Library`:
         ``after``, or the legacy default stream if ``after`` is None.
     owner : object
         Object that the caller passed; the buffer keeps it alive.
     after : Stream or None
         Stream that every call on this array must be ordered with, whichever stream the call uses
-        (see `streams_of`). None if there is no such stream. It is None for all arrays of CuPy,
-        Numba and torch: a caller that passes another stream than the library's current one must
+        (see `streams_of`). None if there is no such stream. It is None for all CuPy, Numba and
+        torch arrays: a caller that passes another stream than the library's current one must
         order the two streams, as with NCCL.
     view : object
         For an array read through DLPack, the object that keeps its memory alive.
@@ -118,7 +118,7 @@ def as_device_buffer(x: Any, *, writable: bool) -> DeviceBuffer:
     Parameters
     ----------
     x : array_like in CUDA memory
-        Array of torch, CuPy or Numba, or object with ``__cuda_array_interface__`` or DLPack, of
+        A torch, CuPy or Numba array, or an object with ``__cuda_array_interface__`` or DLPack, of
         any shape (0 dimensions and 0 elements are allowed). Borrowed for the lifetime of the
         returned buffer.
     writable : bool

@@ -2,7 +2,7 @@
 
 An adapter reports whether an array is on a GPU, the number of that GPU, and the current stream of
 the library. It also allocates arrays of the library. The adapters use the modules that the caller
-has imported already, and import none of these libraries. Arrays of JAX are immutable: a result for
+has imported already, and import none of these libraries. JAX arrays are immutable: a result for
 JAX is written to a NumPy array, which the function from `jax_converter` converts to JAX.
 
 Invariant: no function here waits for a GPU. None reads the data of an array, except that the
@@ -53,7 +53,7 @@ class Library(Protocol):
 
 
 def library_of(x: Any) -> Library | None:
-    """Return the adapter of the library of `x`, or None if `x` is not of torch, CuPy or Numba."""
+    """Return the `Library` of a torch, CuPy or Numba array `x`; None for other objects."""
     if type(x) is np.ndarray:
         return None
     torch = torch_of(x)
@@ -75,7 +75,7 @@ def torch_of(x: Any) -> Any:
 
 
 def is_jax(x: Any) -> bool:
-    """Return whether `x` is an array of JAX."""
+    """Return whether `x` is a JAX array."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(x, jax.Array)
 
@@ -90,11 +90,11 @@ def jax_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, 
 
 
 def jax_converter(x: Any) -> Callable[[np.ndarray[Any, Any]], Any]:
-    """Return a function that converts an array of NumPy to JAX.
+    """Return a function that converts a NumPy array to a JAX array.
 
-    The new array has the dtype and the shape of the given one. It is on the device of `x`, an array
-    of JAX on one device, and committed to the device if `x` is. If the device is a CPU and the
-    given array is from `jax_memory`, the two share memory.
+    The new array has the dtype and the shape of the given one. It is on the device of `x`, a JAX
+    array on one device, and committed to the device if `x` is. If the device is a CPU and the given
+    array is from `jax_memory`, the two arrays share memory.
     """
     jax = sys.modules["jax"]
     (device,) = x.devices()
@@ -105,7 +105,7 @@ def jax_converter(x: Any) -> Callable[[np.ndarray[Any, Any]], Any]:
 
     def convert(host: np.ndarray[Any, Any]) -> Any:
         with ExitStack() as settings:
-            # Without it, the array would be traced if a function is being traced in this thread.
+            # Otherwise JAX would trace the array while it traces a function in this thread.
             settings.enter_context(jax.ensure_compile_time_eval())
             if host.dtype.name in _JAX_WIDE and not jax.config.jax_enable_x64:
                 settings.enter_context(jax.enable_x64(True))  # else JAX would narrow the dtype
@@ -117,7 +117,7 @@ def jax_converter(x: Any) -> Callable[[np.ndarray[Any, Any]], Any]:
 
 
 def shares_memory(x: Any, host: np.ndarray[Any, Any]) -> bool:
-    """Return whether `x`, an array of JAX made of `host`, shares `host`'s memory, or is empty."""
+    """Return whether `x`, a JAX array made from `host`, shares the memory of `host` or is empty."""
     return not host.nbytes or x.unsafe_buffer_pointer() == host.__array_interface__["data"][0]
 
 
@@ -127,8 +127,8 @@ def dlpack_device_type(x: Any) -> int:
     Raises
     ------
     InvalidArgument
-        If `x` does not report one, such as a tensor of torch's device ``meta`` or an array within
-        ``jax.jit``, which have no memory.
+        If `x` does not report a device type, such as a torch tensor on device ``meta`` or an array
+        within ``jax.jit``, which have no memory.
     """
     try:
         return int(x.__dlpack_device__()[0])

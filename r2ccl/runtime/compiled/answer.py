@@ -24,7 +24,7 @@ from r2ccl.shm.atomics import words_at
 
 
 def make_answer() -> Callable[[int, int, int, int], int]:
-    """Return the kernel, for `r2ccl.kernels.native`.
+    """Return the kernel that answers a request, for compilation by `r2ccl.kernels.native`.
 
     Returns
     -------

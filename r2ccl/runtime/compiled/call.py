@@ -80,7 +80,7 @@ class CompiledCalls:
         Lends its connections to a running call.
     config : Config
     home : int
-        CPU for this rank, which no other rank of the host has; -1: there is none.
+        CPU assigned to this rank and to no other rank of the host; -1: none.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class CompiledCalls:
     # Repeated calls
 
     def last_op_of(self, calls: Calls[Consumer]) -> int:
-        """Return the number of a communicator's last call, even if it is only in held tables.
+        """Return the number of a communicator's last call, even if only held tables have it.
 
         Any thread may call this method.
         """
@@ -217,7 +217,7 @@ class CompiledCalls:
         on_settled: Callable[[int], None],
         scratch: npt.NDArray[np.uint8] | None = None,
     ) -> bool:
-        """Make `program` the one that `repeat` runs; return False if it cannot be repeated now.
+        """Make `program` the program that `repeat` runs; return False if it cannot be repeated now.
 
         Calls of `program` must be ones that may be held (`on_settled` of `run`). `calls` and
         `on_settled` are those of the program's communicator (see `HeldCalls`). `scratch` is the
@@ -316,7 +316,7 @@ class CompiledCalls:
         return runs
 
     def _free(self, held: HeldPrograms) -> None:
-        """End the hold; give back the connections that its current program does not use."""
+        """End the hold; give back the connections that ``held.program`` does not use."""
         for conn in held.others():
             self._transport.take_back(conn)
         for program in held.programs:
@@ -347,7 +347,7 @@ class CompiledCalls:
         self._count(held.programs, held.totals)
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
-        """Return the program of the call that compiled code runs for a communicator, or None.
+        """Return the program of the communicator's call that compiled code is running, or None.
 
         Also return None during a repetition that `proceed` has not continued. Any thread may call
         this method.
@@ -525,7 +525,7 @@ class CompiledCalls:
         return not receiver.arrivals or self._import_arrivals(program, end, op)
 
     def _import_clears(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy the number of slices for which the peer has announced landing places.
+        """Copy the number of slices to send for which the peer has announced landing places.
 
         Return False if a landing place is on another path, has another size, or was announced
         before that of an earlier slice.
@@ -640,7 +640,7 @@ class CompiledCalls:
                 sender.outstanding.append(item)
 
     def _confirm_foreign(self, program: CompiledProgram) -> None:
-        """Pass on the confirmations of links that the call did not use."""
+        """Pass on the confirmations received for links that the call did not use."""
         if program.view[at.NFOREIGN]:
             rows = program.log[: program.view[at.NLOGGED]].tolist()
             for kind, conn, channel, _, ack, _, number, *_ in rows:
@@ -680,10 +680,7 @@ class CompiledCalls:
             program.imported.clear()
 
     def _measure(self, program: CompiledProgram) -> None:
-        """Report the times at which cleared slices were posted and released.
-
-        The report goes to the bandwidth measurement.
-        """
+        """Report to the bandwidth measurement when cleared slices were posted and released."""
         balance = self._links.balance
         assert balance is not None
         rows = program.log[: program.view[at.NLOGGED]]
@@ -711,7 +708,7 @@ def _use_scratch(program: CompiledProgram, memory: npt.NDArray[np.uint8]) -> Non
 
 
 def _attach(program: CompiledProgram, conns: list[Connection]) -> None:
-    """Let a program use the connections `conns`, one for each of its paths, from now on."""
+    """Make a program use the connections `conns`, one for each of its paths, from now on."""
     program.conns = conns
     start = program.conns_at
     for conn in conns:
@@ -734,7 +731,7 @@ def _is_idle(end: LinkPair) -> bool:
 
 
 def announce_compilation() -> None:
-    """Report that the loop will be compiled, if this host does not have it yet."""
+    """Report that the loop will be compiled, if this host has no compiled version of it yet."""
     if must_compile(_LOOP):
         progress(
             _log, "compiling code for calls over TCP; once for this user on this host, about 8 s"
@@ -742,7 +739,7 @@ def announce_compilation() -> None:
 
 
 def preload() -> None:
-    """Load the compiled loops and the hand-over; compile those that this host does not have yet.
+    """Load the compiled loops and the hand-over; compile any that this host has not compiled yet.
 
     Raises
     ------

@@ -15,12 +15,12 @@ from r2ccl.shm.atomics import words_at
 
 #: Address of the program's words; number of its shared words; index of the first of their entries.
 WORDS, NSHARED, FIRST = 0, 1, 2
-#: Words of an entry.
+#: Number of words of an entry.
 NENTRY = 3
 
 
 def make_hand_over() -> Callable[[int, int, int, int], int]:
-    """Return the function that hands the state over, for `r2ccl.kernels.native`.
+    """Return the function that hands the state over, for compilation by `r2ccl.kernels.native`.
 
     Returns
     -------

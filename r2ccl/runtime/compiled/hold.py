@@ -160,7 +160,7 @@ class HeldPrograms:
         self.all_calls = {calls: self.current}
         self.ncalls = ncalls
         self.totals: Totals | None = None
-        #: Memory of all programs, and the size of the part in use.
+        #: Memory for the calls of all programs, and the size of the part in use.
         self._arena = program.arena
         self._used_nbytes = program.nslots * program.arena_nbytes
         #: Shared words of each program; empty until there may be a second program, see `has`.
@@ -178,7 +178,7 @@ class HeldPrograms:
         return self._members or (self.program,)
 
     def has(self, program: CompiledProgram) -> bool:
-        """Return whether `program` is held, and `take_over` may be called."""
+        """Return whether `program` is held, so that it may take over (`take_over`)."""
         if not self._members:  # of the first program, only once there may be a second one
             self._members[self.program] = self._share(self.program)
         return program in self._members
@@ -234,7 +234,7 @@ class HeldPrograms:
         return max(calls.op, current)  # the tables may be filled in again now
 
     def spread(self, *, is_running: bool) -> None:
-        """Give the newest state to all programs and calls.
+        """Copy the newest state to all held programs, and update ``current.op``.
 
         If `is_running`, the current program has begun a further call, which does not count.
         """
@@ -310,8 +310,8 @@ def _entries(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the entries of `words` of a link or connection, see `hand_over`.
 
-    `column` is the index of its first word in the program, and `row` that of its first word in the
-    table. `ahead` has one number for each of `words`.
+    `column` is the index of the first word of the link or connection in the program, and `row` that
+    in the table. `ahead` has one number for each of `words`.
     """
     for number, (word, more) in enumerate(zip(words, ahead, strict=True)):
         yield column + word, row + number, more
@@ -325,7 +325,7 @@ _HAND_OVER = "r2ccl.runtime.compiled.hand_over:make_hand_over"
 
 
 def preload_hand_over() -> None:
-    """Load the compiled hand-over; compile it if this host does not have it yet.
+    """Load the compiled hand-over; compile it if this host has not compiled it yet.
 
     Raises
     ------

@@ -62,8 +62,8 @@ from __future__ import annotations
     #: Address of a row for each slot: number of the last call that used the slot, and number of the
     #: first slice that each pair has sent in this call.
     SLOT_ROWS,
-    #: CPU for this rank, which no other rank of the host has (-1: none), and address of memory for
-    #: two sets of CPUs. Number of passes of the loop that found nothing to do.
+    #: CPU assigned to this rank and to no other rank of the host (-1: none), and address of memory
+    #: for two sets of CPUs. Number of passes of the loop that found nothing to do.
     HOME, CPU_SETS, NIDLE,
 ) = range(49)  # fmt: skip
 STATE_NWORDS = 49
@@ -197,7 +197,7 @@ UNSETTLED = 5
 # Words of a repeated exchange of messages, see `r2ccl.runtime.compiled.repeated_message`.
 
 (
-    #: Address of the form of the arrays.
+    #: Address of the form of the arrays, see `r2ccl.shm.arrays.form_of`.
     ARRAYS_FORM,
     #: Address of the envelope to send, and of the one received (0: none), each with the size of its
     #: data.

@@ -76,7 +76,7 @@ _POLLIN, _POLLOUT = 1, 4
 _SECOND_NS = 1_000_000_000
 #: SO_INCOMING_CPU: the CPU that handled the last packet; on loopback, that of its sender.
 _INCOMING_CPU = 49
-#: Number of idle passes from one look at the CPUs of the peers to the next.
+#: Number of idle passes between two checks of the CPUs of the peers.
 _LOOK_EVERY = 16
 
 
@@ -236,7 +236,7 @@ def leave_cpu_of_peer(state: Any) -> None:
 
 
 def make_loop() -> Callable[[int], int]:
-    """Return the loop, for `r2ccl.kernels.native`.
+    """Return the loop of a call, for compilation by `r2ccl.kernels.native`.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Tables that all compiled calls of a plan use: the class `CompiledProgram`."""
+"""Tables that all calls of a plan in compiled code use: the class `CompiledProgram`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _SPARE_ROWS = 64
 #: Maximum size in bytes of the memory for calls that are repeated. A larger call takes so long that
 #: nothing is gained.
 _MOST_SLOTS_NBYTES = 4 << 20
-#: The senders of small slices may run further ahead of their receivers than `Config.eager_slots`
-#: allows: up to this factor, as long as so many calls need at most this many bytes of the arena.
+#: Small calls may have more unconfirmed eager slices per link than `Config.eager_slots`: up to
+#: `_MOST_AHEAD` times as many, as long as the arenas of that many calls fit in `_AHEAD_NBYTES`.
 _MOST_AHEAD = 4
 _AHEAD_NBYTES = 256 << 10
-#: Words of a slot that no call has used: lower than every number.
+#: Value of the words of a slot that no call has used: lower than all numbers of calls and slices.
 UNUSED = -(1 << 60)
 
 
@@ -110,7 +110,7 @@ class CompiledProgram:
     wakeup : int
         Descriptor that interrupts a call when it becomes readable; borrowed.
     home : int
-        CPU for this rank, which no other rank of the host has; -1: there is none.
+        CPU assigned to this rank and to no other rank of the host; -1: none.
 
     Attributes
     ----------
@@ -144,9 +144,9 @@ class CompiledProgram:
     arena_nbytes : int
         Size of the memory for landing places and copies of eager slices that one call needs.
     nslots : int
-        Number of calls whose memory is kept, so that the call can be repeated; 1: it cannot be.
+        Number of calls whose memory is kept, so that the call can be repeated; 1: no repetition.
     arena : ndarray of uint8
-        Memory for the running call, and behind it that for the repeated ones; borrowed.
+        Memory for the running call, followed by the memory for its repetitions; borrowed.
     slots : ndarray of int64, shape (nslots, 1 + number of pairs)
         For the last call that used each slot of ``arena``: its number, and the number of the first
         slice that each pair has sent.
@@ -363,17 +363,17 @@ class CompiledProgram:
         ) = places
 
     def _window(self, config: Config) -> int:
-        """Return how many eager slices of a link may be unconfirmed."""
+        """Return the maximum number of unconfirmed eager slices of a link."""
         nsmall = _AHEAD_NBYTES // max(1, self.arena_nbytes)
         return max(config.eager_slots, min(_MOST_AHEAD * config.eager_slots, nsmall))
 
     def _count_slots(self, window: int, scratch_nbytes: int) -> int:
-        """Return how many successive calls need slots, because their slices may be unconfirmed.
+        """Return the number of slots: successive calls that may have unconfirmed slices.
 
-        Two suffice if every pair that sends slices also receives some, because the slices that
-        arrive confirm those that were sent. Otherwise up to `window` slices of a link, each perhaps
-        of another call, may be unconfirmed. Return 1 if the call cannot be repeated, because it
-        would need too much memory. `scratch_nbytes` is the size of the scratch memory of a held
+        Two slots suffice if every pair that sends slices also receives some, because the slices
+        that arrive confirm those that were sent. Otherwise up to `window` slices of a link, perhaps
+        each of another call, may be unconfirmed. Return 1 if the call cannot be repeated, because
+        it would need too much memory. `scratch_nbytes` is the size of the scratch memory of a held
         call.
         """
         is_answered = all(pair.receives for pair in self.pairs if pair.sends)
@@ -440,7 +440,7 @@ class CompiledProgram:
 
     @property
     def slot(self) -> int:
-        """Slot of the newest call."""
+        """Index in ``slots`` of the slot that the newest call uses."""
         return self.view[at.NREPEATS] % self.nslots
 
     def make_first_slot(self) -> None:
@@ -498,7 +498,7 @@ class CompiledProgram:
     def arrived(self, number: int) -> Words:
         """Return a view of the number of bytes that have arrived of each slice of a pair.
 
-        -1: the slice is complete.
+        The number is -1 for a complete slice.
         """
         start = self._arrived_at[number]
         return self.words[start : start + len(self.pairs[number].receives)]
@@ -533,7 +533,7 @@ def _reduces(plan: Plan) -> bool:
 
 
 class _Tables:
-    """Arrays of words that become parts of one array."""
+    """Builder of one array of words from several; gives the index at which each begins."""
 
     def __init__(self) -> None:
         self._parts: list[Words] = []

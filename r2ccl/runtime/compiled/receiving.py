@@ -73,8 +73,8 @@ from r2ccl.runtime.compiled.system import count_unread, load32, load64, move_byt
 from r2ccl.runtime.compiled.tables import first_of, log_event, pair_of, size_of, step_of
 from r2ccl.shm.atomics import words_at
 
-#: Results of the functions: an event was logged; more bytes are needed; bytes were read or handled,
-#: but no slice is complete yet; compiled code does not handle the frame.
+#: Results of the functions here, in this order: an event was logged; more bytes are needed; bytes
+#: were read or handled, but no slice is complete yet; compiled code does not handle the frame.
 EVENT, MORE, TAKEN, FOREIGN = 1, 0, 2, -1
 
 

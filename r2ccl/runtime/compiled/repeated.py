@@ -137,7 +137,7 @@ def copy(words: Any, copy_at: Any, source_at: Any, target_at: Any) -> None:
 
 
 def make_repeated() -> Callable[[int, int, int, int, int], int]:
-    """Return the loop of a repeated call, for `r2ccl.kernels.native`.
+    """Return the loop of a repeated call, for compilation by `r2ccl.kernels.native`.
 
     Returns
     -------

@@ -48,8 +48,8 @@ from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN_ON_LINKS
 def is_possible(words: Any) -> Any:
     """Return whether the receiver may buffer the message, and no separate report is due.
 
-    This rank reports to the sender of the received message after `MOST_UNREPORTED` bytes. If this
-    rank also sends a message to that sender, this message carries the report.
+    After `MOST_UNREPORTED` bytes, this rank reports to the sender how many bytes it has taken. If
+    this rank also sends a message to that sender, this message carries the report.
     """
     nbytes = words[NBYTES_SENT] - words[NBYTES_TAKEN] + words[OUTGOING_NBYTES]
     if words[OUTGOING] and nbytes > MOST_UNTAKEN_ON_LINKS:
@@ -88,7 +88,7 @@ def take(words: Any, target: Any) -> Any:
 
 
 def make_repeated_message() -> Callable[[int, int, int, int, int], int]:
-    """Return the loop of a repeated exchange, for `r2ccl.kernels.native`.
+    """Return the loop of a repeated exchange, for compilation by `r2ccl.kernels.native`.
 
     Returns
     -------

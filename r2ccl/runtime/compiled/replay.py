@@ -100,7 +100,7 @@ class _Continued:
 
 
 class Replay:
-    """Continuation of one call by the data loop.
+    """Continuation, in the data loop, of one call that compiled code has left.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ class Replay:
     def run(self, begin: Sequence[Callable[[], None]], calls: Calls[Consumer]) -> None:
         """Bring links and consumers of slices to the state that compiled code has reached.
 
-        The functions `begin` post the slices and receives that the call posts at first.
+        The functions in `begin` post the first slices and receives of the call.
         """
         program, links = self._program, self._links
         ends = [(links.sender(*pair.key), links.receiver(*pair.key)) for pair in program.pairs]
@@ -191,7 +191,7 @@ class Replay:
                 yield Arrived(path, frame, payload, monotonic(), is_confirmed)
 
     def measure(self) -> None:
-        """Report to the bandwidth measurement that some cleared slices are posted now.
+        """Report to the bandwidth measurement the cleared slices that are posted only now.
 
         These are the slices that `run` has posted and compiled code has not.
         """
@@ -292,9 +292,9 @@ class Replay:
 
 
 def restore_bytes(conn: Connection, words: Sequence[int], start: int) -> None:
-    """Pass to a connection the bytes that compiled code has read and not parsed.
+    """Pass to a connection the bytes that compiled code has read but not parsed.
 
-    Also pass the frames that compiled code has staged and not written. `words` contains the words
+    Also pass the frames that compiled code has staged but not written. `words` contains the words
     of the connection, from index `start` on. If Ctrl-C interrupts this function, it may be called
     again.
     """

@@ -156,7 +156,7 @@ def run_locals(state: Any) -> Any:
 
 @inlined
 def retire(state: Any, pair: Any, below: Any) -> None:
-    """Retire posted slices in order, and stop before a cleared one with ordinal `below` or more.
+    """Retire posted slices in order; stop before a cleared slice with ordinal `below` or more.
 
     Then release slices (`release`). The transport no longer reads the caller's memory of a retired
     slice, but a replay of a cleared slice may read it until the slice is released. An eager slice

@@ -7,9 +7,9 @@ passed to the driver. If compiled code leaves the call, its send and receive bec
 driver, and the events of the call are passed to these requests.
 
 A call that ended in compiled code may be held and repeated (`r2ccl.runtime.compiled.call`). After
-two successive repetitions with the same peers and tags, one compiled function makes the next ones
-(`r2ccl.runtime.compiled.repeated_message`). That function keeps the driver's counts of messages,
-which `DirectCalls._on_settled` gives back to the driver.
+two successive repetitions with the same peers and tags, a single compiled function makes the next
+repetitions (`r2ccl.runtime.compiled.repeated_message`). That function keeps the driver's counts of
+messages, which `DirectCalls._on_settled` gives back to the driver.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LEFT_COST, _MOST_COST, _NSKIPPED = 8, 32, 100
 
 
 class _RepeatedExchange(NamedTuple):
-    """Direct call that one compiled function repeats.
+    """Direct call that a single compiled function repeats; see `DirectCalls._remember`.
 
     Attributes
     ----------
@@ -129,7 +129,7 @@ class DirectCalls:
         self._costs: dict[tuple[int, ...], int] = {}
         #: Key of the last direct call that `_again` repeated in compiled code.
         self._last_key: tuple[int, ...] = ()
-        #: The held call, if one compiled function repeats it.
+        #: The held call, if a single compiled function repeats it; otherwise None.
         self._exchange: _RepeatedExchange | None = None
 
     def is_likely(
@@ -224,7 +224,7 @@ class DirectCalls:
         received: DirectEnd | None,
         compiled: CompiledCalls,
     ) -> bool:
-        """Make `call` the one that a repetition repeats; return False if that is impossible now.
+        """Make `call` the one that the next repetition repeats; return False if it cannot be now.
 
         The calling thread must own the data loop.
         """
@@ -237,7 +237,7 @@ class DirectCalls:
         return compiled.switch(program, self._driver.calls, self._on_settled, scratch)
 
     def repeat_exchange(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
-        """Repeat the call that one compiled function repeats, if it has this key; see `Way.repeat`.
+        """Repeat the call that `_remember` has prepared, if it has this key; see `Way.repeat`.
 
         Return NOT_RUN if there is no such call, or it cannot be repeated now.
         """
@@ -255,9 +255,9 @@ class DirectCalls:
         received: DirectEnd | None,
         message: Message | None,
     ) -> None:
-        """Let one compiled function repeat the held call.
+        """Let a single compiled function repeat the held call from now on.
 
-        Do nothing unless its arrays are C-contiguous arrays of NumPy.
+        Do nothing unless the arrays of the call are C-contiguous NumPy arrays.
         """
         x = NOTHING if sent is None else sent.buffer.owner
         out = NOTHING if received is None else received.buffer.owner
@@ -314,7 +314,7 @@ class DirectCalls:
         self._exchange = _RepeatedExchange(key, call, to, source, words, again)
 
     def _on_settled(self, op: int) -> None:
-        """Give the counts of messages back to the driver, if one compiled function keeps them.
+        """Give the counts of messages back to the driver, if a compiled function keeps them.
 
         Called when the held call is settled, and, while it is still held, before the driver uses
         these counts. If Ctrl-C interrupts this method, it is called again.
@@ -469,7 +469,7 @@ class DirectCalls:
 
 
 def _without_array(end: DirectEnd | None) -> DirectEnd | None:
-    """Return `end` without a reference to an array of the caller."""
+    """Return a copy of `end` that does not keep the caller's array alive."""
     if end is None:
         return None
     buffer = end.buffer
@@ -479,7 +479,7 @@ def _without_array(end: DirectEnd | None) -> DirectEnd | None:
 
 
 def _end_of(end: DirectEnd | None, array: npt.NDArray[Any]) -> DirectEnd | None:
-    """Return `end` with an array of the caller, which is contiguous."""
+    """Return `end` with `array`, a contiguous array of the caller, as its buffer."""
     if end is None:
         return None
     flat = array.reshape(-1).view(end.buffer.array.dtype)

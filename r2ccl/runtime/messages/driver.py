@@ -257,7 +257,7 @@ class MessageDriver(MessageProtocol):
         return self._members[peer]
 
     def has_links(self, peer: int) -> bool:
-        """Return whether paths to `peer` were made and not closed as idle; they may be down.
+        """Return whether paths to `peer` were made and not closed as idle; the paths may be down.
 
         False for this rank and for `ANY`.
         """
@@ -265,12 +265,12 @@ class MessageDriver(MessageProtocol):
 
     @property
     def has_long(self) -> bool:
-        """True if a message is unfinished that was announced to this rank or by it."""
+        """True if a message that was announced by or to this rank is unfinished."""
         return bool(self.calls.busy)
 
     @property
     def has_waiting(self) -> bool:
-        """True if a message or receive is kept, or an envelope waits for a free slot."""
+        """True if an unmatched message or receive is kept, or an envelope waits for a free slot."""
         return not self.matching.is_empty or any(self._envelopes.values())
 
     def may_send(self, to: int, nbytes: int) -> bool:
@@ -303,7 +303,7 @@ class MessageDriver(MessageProtocol):
         _HEADER.pack_into(envelope, 0, kind, dtype, self._first_op, tag, ident, nbytes, took)
 
     def is_undivided(self, nbytes: int) -> bool:
-        """Return whether compiled code can move a long message of `nbytes`; any thread may call it.
+        """Return whether compiled code can move a long message of `nbytes`; for any thread.
 
         The message must use one data channel whatever the health, and have few enough slices.
         """
@@ -333,7 +333,7 @@ class MessageDriver(MessageProtocol):
         return self._kind_word(EnvelopeKind.REQUEST, dtype), tag, nbytes, int(is_any)
 
     def expected_grant(self, nbytes: int) -> tuple[int, int, int, int]:
-        """Return the words that the grant of a long message must have, in `expected`'s form."""
+        """Return the words that the grant of a long message must have; form as for `expected`."""
         return self._kind_word(EnvelopeKind.GRANT, 0), 0, nbytes, 0
 
     def _kind_word(self, kind: int, dtype: int) -> int:
@@ -414,7 +414,7 @@ class MessageDriver(MessageProtocol):
             words[INCOMING_TAKEN] = self._taken.get(peer, 0)
 
     def import_counts(self, words: memoryview, to: int | None, source: int | None) -> None:
-        """Take over the counts from `words`, where repetitions have continued to count.
+        """Take the counts back from `words`, in which repetitions have continued to count.
 
         The words and ranks are those of `export_counts`.
         """
@@ -428,7 +428,10 @@ class MessageDriver(MessageProtocol):
             self._taken[peer] = words[INCOMING_TAKEN]
 
     def is_report_due(self, source: int) -> bool:
-        """Return whether so many bytes from rank `source` are unreported that `report` is due."""
+        """Return whether at least `MOST_UNREPORTED` bytes that this rank took are unreported.
+
+        The bytes are those of short messages from rank `source`; `report` is then due.
+        """
         peer = self._members[source]
         return self._took.get(peer, 0) - self._reported.get(peer, 0) >= MOST_UNREPORTED
 
@@ -507,7 +510,7 @@ class MessageDriver(MessageProtocol):
         self._note_busy(self._rank_of[peer], -1)
 
     def _note_busy(self, peer: int, change: int) -> None:
-        # Paths are not closed as idle while an announced message needs them.
+        # Paths with a count in `busy` are not closed as idle: an announced message needs them.
         busy, of_job = self.calls.busy, self._members[peer]
         count = busy.pop(of_job, 0) + change
         if count > 0:

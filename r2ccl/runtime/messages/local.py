@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.02
 #: Duration in seconds of a sleep that lets another thread take its turn.
 _GIVE_WAY_S = 50e-6
-#: Interval in seconds at which the control thread has messages moved while `LocalDriver.has_work`.
+#: Interval in seconds at which the control thread submits `poll` while `LocalDriver.has_work`.
 _REST_S = 0.002
 #: Maximum number of prepared direct calls, and of those that compiled code compares.
 _NPREPARED, _NRECENT = 64, 8
@@ -157,7 +157,7 @@ class LocalMessages:
         Raises
         ------
         ConcurrentCalls
-            If the caller waits for the turn, and is a signal handler that interrupted it.
+            If `timeout_s` is None, and the caller is a signal handler that interrupted the turn.
         """
         is_mine, turn = False, self._turn
         try:
@@ -179,7 +179,7 @@ class LocalMessages:
                 pass
 
     def _lock(self) -> bool:
-        """Acquire the lock of the turn; return True. `_in_turn` calls it, and releases the lock."""
+        """Acquire the lock of the turn, for `_in_turn`, which releases the lock; return True."""
         is_below, lock = self.is_below, self._turn.lock
         if lock.acquire(blocking=False):
             if is_below:
@@ -199,7 +199,10 @@ class LocalMessages:
             self._newcomers.pop()
 
     def _await_return(self, timeout_s: float | None) -> bool:
-        """Wait until compiled code has returned the turn, as `_in_turn`; return whether it has."""
+        """Wait for compiled code to return the turn; return whether it has.
+
+        `timeout_s` is that of `_in_turn`.
+        """
         if timeout_s is not None:
             return self._turn.await_return(timeout_s)
         self._wake()
@@ -302,7 +305,7 @@ class LocalMessages:
             self._is_quiet = False
 
     def _rest_later(self) -> None:
-        """If `LocalDriver.has_work`, let the control thread have messages moved in `_REST_S`."""
+        """If `LocalDriver.has_work`, let the control thread submit `poll` after `_REST_S`."""
         if self.driver.has_work and not self._is_resting and not self._has_ended:
             self._is_resting = True
             self._loop.call_later(_REST_S, self._rest)

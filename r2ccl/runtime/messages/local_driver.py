@@ -32,8 +32,8 @@ class _Waiting(NamedTuple):
     """Envelope that waits for room in a ring.
 
     ``announced`` is the data of the message that a REQUEST announces, otherwise empty. Once the
-    ring holds the envelope, ``request``, if any, is done and, if ``ends_reading``, a message of the
-    peer is no longer counted as one that this rank reads.
+    envelope is in the ring, ``request``, if any, is done. If ``ends_reading``, the number of the
+    peer's messages that this rank is reading then decreases by one.
     """
 
     kind: int
@@ -50,9 +50,10 @@ class _Waiting(NamedTuple):
 class _Arrival(NamedTuple):
     """Announced message that this rank is receiving.
 
-    ``readable_at`` is the address in the sender's process from which the message is read; 0: it was
-    granted. ``is_timed`` is True if its duration is to be remembered: the sender has announced an
-    address, and no earlier message of this sender was still arriving.
+    ``readable_at`` is the address in the sender's process from which the message is read; 0: the
+    message was granted. ``is_timed`` is True if the duration of the transfer is to be recorded for
+    `Rings.choose`: the sender has announced an address, and no earlier message of this sender is
+    still arriving.
     """
 
     request: ReceiveRequest
@@ -133,7 +134,7 @@ class LocalDriver(MessageProtocol):
         self._nmoving = self._nqueued = 0
 
     def disown(self) -> None:
-        """Use the rings no more, in a forked process, whose parent still uses them."""
+        """Stop using the rings, in a forked process, whose parent still uses them."""
         self._has_forgotten = True
 
     # Progress
@@ -239,7 +240,7 @@ class LocalDriver(MessageProtocol):
         self._put(*given, announced=request.view)
 
     def _tell(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """Tell the sender of a message that all its data was read; the message moves until then."""
+        """Tell the sender that its message was read; the message counts as moving until then."""
         given = envelope.source, EnvelopeKind.READ, 0, 0, envelope.ident, envelope.nbytes
         self._put(*given, request=request, ends_reading=True)
 
@@ -265,7 +266,7 @@ class LocalDriver(MessageProtocol):
             self._receive(_Arrival(request, envelope, 0, is_timed))
 
     def _receive(self, arrival: _Arrival) -> None:
-        """Receive the data of a message after that of the messages that arrive already."""
+        """Receive the data of a message, after all messages of its sender that are arriving."""
         source = arrival.envelope.source
         if self._incoming.get(source):
             self._moves_in(source, arrival._replace(is_timed=False))
@@ -293,12 +294,12 @@ class LocalDriver(MessageProtocol):
         self.rings.took(source, nbytes)
 
     def _note_busy(self, peer: int, change: int) -> None:
-        """Do nothing: these messages need no paths."""
+        """Do nothing: messages in shared memory need no paths."""
 
     # Direct calls that compiled code has not finished
 
     def take_over_send(self, call: DirectCall, view: memoryview, dtype: int) -> SendRequest:
-        """Return a request that sends `view`, and continues the send where `call` has stopped."""
+        """Return a request that continues the send of `view` where `call` has stopped."""
         words = call.words
         to, step = int(words[layout.CALL_TO]), int(words[layout.SEND_STEP])
         if step == layout.TO_PUT:
@@ -313,7 +314,7 @@ class LocalDriver(MessageProtocol):
         return request
 
     def take_over_receive(self, call: DirectCall, view: memoryview, dtype: int) -> ReceiveRequest:
-        """Return a request that receives into `view`, and continues where `call` has stopped."""
+        """Return a request that continues the receive into `view` where `call` has stopped."""
         words = call.words
         source, step = int(words[layout.CALL_SOURCE]), int(words[layout.RECV_STEP])
         tag = int(words[layout.CALL_RECV_TAG])

@@ -90,10 +90,10 @@ class Matching:
         self._envelopes.remove(envelope)
 
     def post(self, taker: Taker) -> Envelope | None:
-        """Return the first kept message that matches a new receive, or keep the receive.
+        """Return the first kept message that matches a new receive.
 
-        The receive is kept, and None returned, if no message matches. A returned message stays
-        kept until `remove`.
+        If no message matches, keep the receive and return None. A returned message stays kept until
+        `remove` is called.
         """
         found = self.find(taker)
         if found is None:

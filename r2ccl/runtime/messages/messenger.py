@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from r2ccl.shm.rings import Rings
 
 
-#: In place of the memory of a finished request, which the caller may then resize or free.
+#: Replaces the memory of a finished request, which the caller may then resize or free.
 _NO_VIEW = memoryview(b"")
 
 
@@ -142,7 +142,7 @@ class MessageCaller:
 
 
 class MessageWait(MessageCaller):
-    """Wait of one thread for a message; other threads may wait for others at the same time.
+    """Wait of one thread for a message; other threads may wait for other messages meanwhile.
 
     Parameters
     ----------
@@ -171,14 +171,14 @@ class Starter(Protocol):
     ) -> Callable[..., Any]:
         """Return a compiled function that does the same as `slow`.
 
-        It repeats the direct calls that `Way.begin` has prepared. For the parameters, see
+        The function repeats the direct calls that `Way.begin` has prepared. For the parameters, see
         `r2ccl.shm.repeat_message.message_of`. `proceed` and `failed` must call the methods
         `proceed` and `fail` of this object.
         """
         ...
 
     def proceed(self, made: PreparedMessage, x: Any, out: Any) -> Outcome:
-        """Continue a direct call that compiled code has begun, and return its turn.
+        """Continue a direct call that compiled code has begun, and return the turn.
 
         Raises
         ------
@@ -188,7 +188,7 @@ class Starter(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """End the communicator because of an error while compiled code had the turn; return it."""
+        """End the communicator after an error while compiled code had the turn; return the turn."""
         ...
 
 
@@ -207,7 +207,7 @@ class Way(Protocol):
 
     @property
     def starter(self) -> Starter | None:
-        """See above."""
+        """Starter of direct calls in compiled code: this object, or None if it cannot start any."""
         ...
 
     @property
@@ -252,7 +252,7 @@ class Way(Protocol):
         ...
 
     def wait(self, caller: Caller, is_done: Callable[[], bool], patience: Patience) -> None:
-        """Advance messages until ``is_done()``; `caller` is this wait.
+        """Advance messages until ``is_done()``; `caller` represents this wait in the data loop.
 
         Raises
         ------
@@ -426,7 +426,7 @@ class Messenger(MessageCaller):
         return False
 
     def disown_memory(self) -> None:
-        """Use the shared memory no more, in a forked process, whose parent still uses it."""
+        """Stop using the shared memory, in a forked process, whose parent still uses it."""
         if self._local is not None:
             self._local.disown()
         self._local, self.way = None, self._network
@@ -561,7 +561,7 @@ class Messenger(MessageCaller):
             given = *self._describe(request), limit_s
             try:
                 self._wait(lambda: is_over() or self._refusal is not None, *given)
-                if not has_ended():  # the timeout begins anew: the close has others
+                if not has_ended():  # the timeout starts again: close() has its own timeouts
                     self._wait(is_over, *given)
             except CommunicatorRevoked:
                 self._require_open()
@@ -581,9 +581,9 @@ class Messenger(MessageCaller):
         return request.result
 
     def _describe(self, request: SendRequest | ReceiveRequest) -> tuple[int, str, str]:
-        """Describe a request.
+        """Return a description of `request` for errors and status.
 
-        Return its peer (a rank of the job, or `ANY`), the call, and what the peer must provide.
+        It has the peer (a rank of the job, or `ANY`), the call, and what the peer must provide.
         """
         if isinstance(request, SendRequest):
             return request.peer, f"send() to rank {request.peer}", "matching receive"

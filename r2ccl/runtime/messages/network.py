@@ -92,7 +92,7 @@ class NetworkMessages:
     # Direct calls
 
     def repeat(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
-        """Implement `Way.repeat`, only for a direct call that was repeated twice in succession."""
+        """Implement `Way.repeat`, for a direct call that was repeated twice in succession."""
         calls = self._calls
         return NOT_RUN if calls is None else calls.repeat_exchange(key, x, out)
 

@@ -39,8 +39,9 @@ class Delayed(NamedTuple):
 class PreparedMessage(NamedTuple):
     """Direct call that can be run again, see `r2ccl.shm.repeat_message`.
 
-    ``words`` are those of ``call``, ``key`` is the argument of `Way.begin`, and the item of
-    ``last`` is the message that the call received last; it changes only in the turn.
+    ``call`` is an `r2ccl.shm.rings.DirectCall`, ``words`` are its words, and ``key`` is the
+    argument of `Way.begin`. The only item of ``last`` is the message that the call received last;
+    only the thread that has the turn changes it.
     """
 
     words: npt.NDArray[np.int64]

@@ -67,13 +67,13 @@ class PreparedCall(ABC):
 
     @abstractmethod
     def lanes(self, sent: DirectEnd | None, received: DirectEnd | None) -> HostLanes:
-        """Return the memory that the steps of the plan use in a call with these ends."""
+        """Return the memory that the steps of the plan use in a call with `sent` and `received`."""
 
     @abstractmethod
     def pack(
         self, driver: MessageDriver, sent: DirectEnd | None, received: DirectEnd | None
     ) -> None:
-        """Write the envelopes that a call sends, and what it expects to receive, to the memory."""
+        """Write into the memory the envelopes that a call sends, and those that it expects."""
 
     @abstractmethod
     def note_sent(self, driver: MessageDriver, sent: DirectEnd) -> None:
@@ -139,7 +139,7 @@ class PreparedShort(PreparedCall):
     def pack(
         self, driver: MessageDriver, sent: DirectEnd | None, received: DirectEnd | None
     ) -> None:
-        """Write the envelope that the call sends, and copy the data behind it.
+        """Write the envelope that the call sends, followed by a copy of the data.
 
         Nothing is written for the receive: `take` compares the received envelope.
         """

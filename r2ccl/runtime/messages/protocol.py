@@ -39,7 +39,7 @@ class SendRequest:
     """Message that is being sent to `peer`, a rank of the job.
 
     ``view`` is the data of the message, ``ident`` the number of the message at this rank, and
-    ``error`` the reason if the peer refused the message.
+    ``error`` the reason for which the peer refused the message, or None.
     """
 
     def __init__(self, peer: int, view: memoryview, ident: int) -> None:
@@ -59,7 +59,7 @@ class ReceiveRequest:
     """Receive of a message from rank `source` with `tag`; both may be `ANY`.
 
     ``view`` is the memory into which the message is received, ``dtype`` the number of the dtype
-    that the message must have, and ``error`` the reason if a message did not fit.
+    that the message must have, and ``error`` the reason why a message did not fit, or None.
     """
 
     def __init__(self, view: memoryview, dtype: int, source: int, tag: int) -> None:

@@ -1,7 +1,7 @@
 """Fake GPU in host memory, for tests: it implements `Device` and detects unordered accesses.
 
 A `FakeGpu` is the GPU, also called the card; a `FakeDevice` is one process on it. Several devices,
-in threads or used in turn, act as several ranks on one GPU, which exchange handles of memory. A
+in threads or used in turn, act as several ranks on one GPU, which exchange memory handles. A
 card made by `FakeGpu.beside` is a second GPU of the same machine. Work runs late and in an order
 drawn from a seed, and accesses to memory are checked::
 

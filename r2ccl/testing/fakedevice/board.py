@@ -255,7 +255,7 @@ class Board:
         return self._words[key]
 
     def remove(self, span: Span, why: str) -> None:
-        """Remove a span, its exported handles, and those of its words that no other span shares.
+        """Remove a span, its exported handles, and its words, except words that other spans share.
 
         `why` describes the removal in the messages about later accesses to the span.
         """
@@ -320,7 +320,7 @@ class Board:
     def _expose(self) -> None:
         """Mark as exposed the operations that the GPU may be executing, and guard their memory.
 
-        Operations behind one with undeclared accesses are not marked before that one has run.
+        An operation behind one with undeclared accesses is not marked before the latter has run.
         """
         busy = [stream for stream in self._streams if stream.queue]
         found = bool(busy)

@@ -64,8 +64,8 @@ class FakeDevice(FakeProcess):
     Attributes
     ----------
     refusals : dict of str to str
-        Names of the methods that must fail, each with the driver's status; the test may change it
-        at any time.
+        Names of the methods that must fail, each with the driver's status. The test may change the
+        dict at any time.
 
     Raises
     ------

@@ -2,8 +2,8 @@
 
 A kernel whose arguments are the addresses of its operands declares the memory that it touches. A
 kernel that reads these addresses from a table cannot declare its memory, because the host may fill
-the table after the launch. The kernels give the same bits as those of `r2ccl.kernels.cuda`, except
-in the cases in which these differ from the host's.
+the table after the launch. The fakes give the same bits as the kernels of `r2ccl.kernels.cuda`,
+except where those kernels differ from the kernels for the host.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FakeLauncher(Launcher):
 
 
 def kernel_of(form: Form) -> FakeKernel:
-    """Return the fake kernel of a canonical form."""
+    """Return the fake kernel of a form (`r2ccl.kernels.cuda.Form`), which must be canonical."""
     noperands = form.ninputs + form.noutputs
 
     def run(grid: Grid, *given: Any) -> None:

@@ -98,7 +98,7 @@ class FakeGpu:
         self.is_serial = is_serial
         self.patience_s = patience_s
         self.kernels: dict[str, FakeKernel] = {}
-        #: Actor of a host's NICs that write to this card, by the actor of the host.
+        #: Actor (see `order`) of each host's NICs that write to this card, by the host's actor.
         self._nics: dict[int, int] = {}
 
     def beside(self, **options: Any) -> FakeGpu:

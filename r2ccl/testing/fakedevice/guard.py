@@ -4,7 +4,7 @@ An operation is exposed once the GPU could start it at any time. From then on it
 must not change. Its pinned targets are filled with poison: a host that reads them too early gets a
 wrong result. When the operation runs, the guard checks that the host has changed neither sources
 nor poison. A source is guarded only while no correctly ordered access can write it, and a target
-only while none can touch it.
+only while no such access can touch it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Guard:
 
     @property
     def is_wanted(self) -> bool:
-        """True if pinned memory of the operation that can be guarded is not guarded yet."""
+        """True if the operation has pinned memory that must still be guarded."""
         return bool(self._sources or self._targets)
 
     def take(self, others: Iterable[FakeOperation]) -> None:

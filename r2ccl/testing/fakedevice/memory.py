@@ -37,7 +37,11 @@ _UNWRITTEN = 0xC5
 
 
 class MemoryKind(enum.Enum):
-    """Kind of a memory range, by how it was made."""
+    """Kind of a memory range, by how it was made.
+
+    PINNED memory was allocated by `FakeDevice.allocate_pinned`. REGISTERED memory is host memory
+    that `FakeDevice.pin` pinned. MAPPED memory belongs to another process.
+    """
 
     DEVICE = "device memory"
     POOLED = "memory of a pool"

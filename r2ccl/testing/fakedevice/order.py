@@ -150,7 +150,7 @@ class _Segment:
 
 
 class Shadow:
-    """Record of the last accesses to each byte of some memory; positions are any integers."""
+    """Record of the last accesses to each byte of some memory; positions may be any integers."""
 
     def __init__(self) -> None:
         #: Disjoint segments in order; bytes without accesses are in none.

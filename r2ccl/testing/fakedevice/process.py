@@ -70,7 +70,7 @@ class FakeProcess:
             yield
 
     def _unfinished(self) -> str:
-        """Describe an operation of this device that has not run; empty if there is none."""
+        """Return a description of an operation of this device that has not run; empty if none."""
         return next(iter(self._board.pending(self._name, self._card)), "")
 
     def _wait(self, is_over: Callable[[], bool], what: str, why: Callable[[], str]) -> None:
@@ -107,7 +107,7 @@ class FakeProcess:
         return self._board.space.find(self._name, self._reached, address, nbytes)
 
     def _own(self, address: int, kind: MemoryKind) -> Span:
-        """Return the span of `kind` that begins at `address` and was made by this device."""
+        """Return the span of `kind` that this device made at `address`; raise Misuse if none."""
         span = self._find(address, 0).span
         if (
             span.address != address

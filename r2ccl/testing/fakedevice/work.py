@@ -68,7 +68,7 @@ class Word:
         return _is_at_least(self._written[-1][0], value)
 
     def learn(self, clock: Clock, value: int) -> None:
-        """Merge into `clock` the clock of the writer that first wrote `value` or more.
+        """Merge the clock of the actor that first wrote `value` or more into `clock`.
 
         A stream that waits for `value` calls this method with its clock, so that its later work is
         ordered after that write.
@@ -126,7 +126,7 @@ class FakeOperation:
         return self.is_ready()
 
     def learn(self, clock: Clock) -> None:
-        """Merge into the stream's `clock` the host's clock when the operation was enqueued.
+        """Merge the clock of the host at the time of the enqueue into the stream's `clock`.
 
         A wait also merges the clock of the record or word that it waited for.
         """

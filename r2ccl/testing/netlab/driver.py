@@ -33,7 +33,8 @@ _JOIN_TIMEOUT_S = 10.0
 #: keeps a rank that hangs from blocking the thread.
 _REPORT_TIMEOUT_S = 1.0
 
-#: Longest error in an answer, in characters of up to 4 bytes: the answer fits MESSAGE_NBYTES.
+#: Longest error in an answer, in characters of up to 4 bytes, so that the answer fits into
+#: `MESSAGE_NBYTES`.
 _ERROR_LENGTH = 1000
 
 #: Number of ranks that may report at the same time.

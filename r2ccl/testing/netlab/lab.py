@@ -1,6 +1,7 @@
 """`Lab`: builds the cluster, runs programs on it, injects faults, and counts bytes per NIC.
 
-When a `Lab` is closed or its process dies, all its namespaces, processes and files are removed.
+When a `Lab` is closed, or the process that made it dies, all namespaces, processes and files of the
+lab are removed.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ class Lab:
         Raises
         ------
         InvalidArgument
-            If `argv` is a text, the plan does not fit the lab, some of its faults have fired
+            If `argv` is a string, the plan does not fit the lab, a fault of the plan has fired
             before, or a job is running.
         LabError
             If the socket for the reports of the ranks cannot be bound, a fault could not be applied
@@ -233,7 +234,7 @@ class Lab:
         Raises
         ------
         InvalidArgument
-            If `argv` is a text, the plan does not fit the lab, some of its faults have fired
+            If `argv` is a string, the plan does not fit the lab, a fault of the plan has fired
             before, or a job is running.
         LabError
             If the socket for the reports of the ranks cannot be bound, or the thread that applies

@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
 
 class FaultHold:
-    """Fault that was applied; compared by identity, so two equal faults are undone separately."""
+    """Applied fault; compared by identity, so that two equal faults are undone separately."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault

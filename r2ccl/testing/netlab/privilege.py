@@ -1,7 +1,8 @@
 """Privileges to build a lab: the check for them, and the restart in a user namespace.
 
 The check removes everything that it builds. `ensure_privileged` restarts the process in a user
-namespace only after another process, the probe process, has built a working lab in one.
+namespace only after another process, the probe process, has built a working lab in such a
+namespace.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from r2ccl.testing.netlab.lab import Lab
 from r2ccl.testing.netlab.namespaces import LabError, missing_tools
 from r2ccl.testing.programs import describe_missing, find_program
 
-#: Environment variable set in the restarted process, where a probe found that a lab works.
+#: Environment variable that marks a restarted process: the probe process found that a lab works.
 _MARK = "R2CC_NETLAB_UNSHARED"
 
 _NAMESPACES = ("--user", "--map-root-user", "--net", "--mount")

@@ -31,8 +31,8 @@ TERM_GRACE_S = 2.0
 #: Seconds to wait for a process after SIGKILL, which only the kernel can delay.
 _KILL_TIMEOUT_S = 10.0
 
-#: Reads of 64 KiB that empty a pipe of up to 1 MiB. A pipe holds 64 KiB unless a process enlarges
-#: it, and without privileges a process can enlarge it to 1 MiB at most (pipe(7)).
+#: Number of 64 KiB reads that empty a pipe of up to 1 MiB. A pipe holds 64 KiB unless a process
+#: enlarges it, and without privileges a process can enlarge it to 1 MiB at most (pipe(7)).
 _PIPE_READS = 16
 
 _READ_NBYTES = 1 << 16
@@ -56,7 +56,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
         True if the rank was ended because it ran longer than the time limit.
     output : str
         Output of the rank that `LabJob.stream` read: stdout, and stderr too unless the rank was
-        started by `Lab.start`. Empty from `LabJob.wait`.
+        started by `Lab.start`. `LabJob.wait` leaves it empty.
     """
 
     rank: int
@@ -280,7 +280,7 @@ class _LineReader:
 
 
 def check_argv(argv: Sequence[str]) -> None:
-    """Raise InvalidArgument if `argv` is a text instead of a list."""
+    """Raise InvalidArgument if `argv` is a string instead of a list."""
     if isinstance(argv, str):
         raise InvalidArgument(f"argv={argv!r}: pass a list, [sys.executable, {argv!r}]")
 

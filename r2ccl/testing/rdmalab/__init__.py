@@ -2,9 +2,9 @@
 
 With virtme-ng, QEMU boots a distribution's kernel on the host's own root file system, so all
 software installed on the host is available in the virtual machine. The CPU is emulated unless KVM
-is requested. In the virtual machine, NICs and cables are veth pairs, and rdma_rxe makes an RDMA
-device of each NIC. A node is only a set of devices, because rdma_rxe 6.1 does not support network
-namespaces.
+is requested. In the virtual machine, NICs and cables are veth pairs, and rdma_rxe provides an
+RDMA device on each NIC. A node is only a set of devices, because rdma_rxe 6.1 does not support
+network namespaces.
 
 `packages` checks and installs the requirements, `shape` defines names and addresses, `vm` boots the
 virtual machine and runs a command, and `guest` makes the devices inside it.

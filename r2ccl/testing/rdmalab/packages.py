@@ -88,7 +88,7 @@ def unavailable_reason() -> str | None:
 
 
 def lack_of(lacks: Sequence[Need]) -> str:
-    """Return a text that names the requirements `lacks` and says how to install them."""
+    """Return a message that names the requirements `lacks` and says how to install them."""
     how = []
     if packages := _packages(lacks):
         how.append(f"as root: apt-get install --no-install-recommends {packages}")

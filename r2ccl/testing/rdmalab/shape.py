@@ -52,7 +52,7 @@ class RdmaLabError(R2cclError):
 
 
 class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Size of a lab: the number of nodes, and of RDMA devices per node.
+    """Size of a lab: the number of nodes, and the number of RDMA devices per node.
 
     Parameters
     ----------

@@ -54,7 +54,7 @@ _BOOTED, _READY, _STATUS = "booted", "ready", "status"
 
 
 class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of CPUs and size of memory of the virtual machine, and its use of KVM.
+    """Size of the virtual machine (CPUs and memory), and its use of KVM.
 
     Parameters
     ----------
@@ -172,7 +172,7 @@ def run(
         private = Path(name)
         script = private / "run.sh"
         text = guest_script(command, shape, values, private)
-        script.write_bytes(os.fsencode(text))  # gives the bytes that arguments and variables had
+        script.write_bytes(os.fsencode(text))  # restores bytes that are not UTF-8
         began = time.monotonic()
         with _started(private, _virtme_command(script, machine)) as process:
             is_timed_out = not _pass_on(process, began + timeout_s, sink or _print)

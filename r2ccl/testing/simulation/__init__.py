@@ -2,7 +2,7 @@
 
 The ranks run the library's own links, migration and executor. `simulate` runs a `Workload` with the
 faults of a `FailurePlan`, in an order of events that a seed chooses. The simulator is public, so
-that new schedules, changes of the failover and harsher networks can be tested with any failure.
+that new schedules, changes to the failover and harsher networks can be tested with any failure.
 """
 
 from r2ccl.testing.simulation.checks import Violation

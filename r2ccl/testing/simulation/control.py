@@ -1,10 +1,9 @@
 """Simulated control plane: the library's control sessions over connections that lose frames.
 
-`Session` and `Overlay` are the library's own. This module simulates the rest: the dialing of paths,
-the passing on of messages and of news of lost ranks, and the carriers, which are the connections
-that carry the frames of a session. Each session has two carriers, which may lose, repeat, delay and
-reorder frames. The session still delivers each message exactly once and in order, unless all frames
-are lost.
+`Session` and `Overlay` are the library's own. This module simulates the rest: it dials paths,
+forwards messages and reports of lost ranks, and carries the frames of the sessions. Each session
+has two carriers (connections), which may lose, repeat, delay and reorder frames. The session still
+delivers each message exactly once and in order, unless all frames are lost.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class ControlHost(Protocol):
         ...
 
     def on_message(self, peer: int, message: object) -> None:
-        """Handle a message from `peer`; those sent over one session arrive in the order sent."""
+        """Handle a message from `peer`; messages sent over one session arrive in the order sent."""
         ...
 
     def on_path(self, peer: int, rail: int, epoch: int, endpoint: End) -> None:
@@ -298,7 +297,7 @@ class SimControl:
         self._expected[PathKey(peer, rail)] = epoch
 
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Dial a path again and again until it connects.
+        """Dial a path, and redial it until it connects.
 
         Stop if the dial is cancelled or replaced, or `peer` is lost.
         """

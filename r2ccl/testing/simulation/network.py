@@ -108,7 +108,7 @@ class SimNetwork:
             for b in range(a + 1, nranks)
             for rail in range(nrails)
         }
-        #: How often each port, a (rank, rail), was disconnected and not reconnected.
+        #: Number of disconnections in force at each port, by (rank, rail).
         self._ndisconnected: Counter[tuple[int, int]] = Counter()
         #: Newest bypass of each pair of ranks.
         self._bypasses: dict[tuple[int, int], Wire] = {}
@@ -230,14 +230,14 @@ class SimNetwork:
         self._starve(end)
 
     def _starve(self, end: End) -> None:
-        """Let `end` fail after the retry time if a message that it sent is unacknowledged now."""
+        """Make `end` fail after the retry time if a message that it sent is unacknowledged now."""
         if end.unacked and not end.is_starving:
             end.is_starving = True
             detail = "transport retry counter exceeded"
             self.timeline.after(self.retry_s, self.fail, end, "RETRY_EXC_ERR", detail)
 
     def _reset(self, end: End) -> None:
-        """Let `end` notice that the other end was closed.
+        """Make `end` detect that the other end was closed.
 
         If the network `is_loud` and the wire is up, `end` fails after one latency. Otherwise it
         fails after the retry time, but only if a message that it sent is unacknowledged now.
@@ -390,7 +390,7 @@ class SimNetwork:
             self.take(other, piece)
 
     def refuse(self, end: End, piece: WirePiece) -> None:
-        """Discard a piece that arrived at a closed end; let the sender's end notice the closing."""
+        """Discard a piece that arrived at a closed end; make the sender's end detect the close."""
         self._reset(end.other)
 
     def take(self, end: End, piece: WirePiece) -> None:

@@ -167,7 +167,7 @@ class Exclude(msgspec.Struct, frozen=True):
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """Fault: the process of `rank` is stopped (SIGSTOP) for `ms`; kernel and NICs run on."""
+    """Fault: the process of `rank` is stopped (SIGSTOP) for `ms`; kernel and NICs continue."""
 
     at: int
     rank: int

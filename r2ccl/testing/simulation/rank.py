@@ -116,14 +116,14 @@ class SimRank:
         self, rank: int, network: SimNetwork, config: Config, work: SimWork, checker: Checker
     ) -> None:
         self.rank = rank
-        #: Number of stops that are not over.
+        #: Number of stops (see `stop`) that are not over.
         self._nstops = 0
         self.is_dead = False
         self.phase = RankPhase.CONNECTING
         self.error: R2cclError | None = None
         self.ncalls = 0
         #: Answers to this rank's orders to exclude or include rails: the reason of a refusal, or an
-        #: empty text if the order is in force.
+        #: empty string if the order is in force.
         self.answers: list[str] = []
         self._network = network
         self._timeline = network.timeline
@@ -181,7 +181,7 @@ class SimRank:
         return self.progress.is_computing
 
     def start(self) -> None:
-        """Start to connect the paths; the rank then makes its calls by itself.
+        """Start connecting the paths; the rank then makes its calls on its own.
 
         The first call begins once all paths are up, except excluded ones. After the connect
         timeout, one path to each peer is enough. If the workload `is_lazy`, no path is connected
@@ -204,7 +204,8 @@ class SimRank:
     def stop(self, duration_s: float) -> None:
         """Stop the process for `duration_s` seconds, as SIGSTOP and SIGCONT do.
 
-        It goes on after the last stop is over. Do nothing if the process is dead.
+        If stops overlap, the process continues after the last one ends. Do nothing if the process
+        is dead.
         """
         if not self.is_dead:
             self._nstops += 1
@@ -249,8 +250,8 @@ class SimRank:
     def exclude(self, rank: int, rail: int, *, is_excluded: bool) -> None:
         """Order all ranks to exclude a rail of `rank`, or to include it again, without waiting.
 
-        The answer is appended to `answers`: a refusal, or an empty text once all ranks agree. If a
-        rank is lost meanwhile, there is no answer.
+        The answer is appended to `answers`: a refusal, or an empty string once all ranks agree. If
+        a rank is lost meanwhile, there is no answer.
         """
         agreement = self.failover.agreement
         assert agreement is not None
@@ -258,7 +259,7 @@ class SimRank:
         self.submit(order, ((rank, rail),), self.on_answer)
 
     def on_answer(self, refusal: str) -> None:
-        """Append `refusal` to `answers`; an empty text means that the order is in force."""
+        """Append `refusal` to `answers`; an empty string means that the order is in force."""
         self.answers.append(refusal)
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:

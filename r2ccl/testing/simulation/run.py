@@ -67,8 +67,8 @@ class SimOutcome(msgspec.Struct, frozen=True):
     trace : list of tuple
         Actions of the network and the ranks; each tuple begins with the virtual time in seconds.
     repairs : int
-        Number of records of paths that failed or were excluded (`Repair`), counted at each end,
-        whether repaired or not.
+        Number of `Repair` records of all ranks. Each end of a path adds one when the path fails or
+        is excluded, even if the path is never restored.
     interruption_s : float
         Time in seconds from the earliest `failed_s` to the earliest `first_byte_s` of all `Repair`
         records: from the first failure or exclusion of a path until a missing slice began to
@@ -175,7 +175,7 @@ class World:
         self._held = {
             fault.number: fault.ms / 1e3 for fault in plan.faults if isinstance(fault, Hold)
         }
-        #: Number of faults, not over yet, for which each NIC, a (rank, rail), has no carrier.
+        #: Number of faults in force that deprive each NIC of its carrier, by (rank, rail).
         self._ncarrier_faults: Counter[tuple[int, int]] = Counter()
         timed = [fault for fault in plan.faults if not isinstance(fault, Lose | Hold)]
         self._faults = sorted(timed, key=lambda fault: -fault.at)

@@ -71,7 +71,7 @@ def _flat(nranks: int, nchannels: int) -> list[tree.Parents]:
 
 
 def _reach(nranks: int) -> Reach:
-    """Return a function that returns whether two ranks reach each other.
+    """Return a function ``reach(a, b)`` that is True if ranks `a` and `b` reach each other.
 
     All pairs of ranks reach each other, except ranks 0 and 1 if there are four ranks or more.
     """
@@ -87,7 +87,7 @@ def _spanning(nranks: int) -> tree.Parents:
 
 
 def _teams(nranks: int) -> list[range]:
-    """Return the ranks of each node: two per node, in the last node perhaps one."""
+    """Return the ranks of each node: two, but one in the last node if `nranks` is odd."""
     return [range(first, min(first + 2, nranks)) for first in range(0, nranks, 2)]
 
 

@@ -158,7 +158,7 @@ class SimTransport(PreconnectedTransport):
         self._on_event()
 
     def fence(self, path: PathKey) -> None:
-        """Start to fence the local end of `path`; `Fenced` follows once the end is drained."""
+        """Start fencing the local end of `path`; `Fenced` follows once the end is drained."""
         end = self._ends.get(path)
         if end is not None:
             self._network.note("fence", self._rank, path)

@@ -10,8 +10,8 @@ from r2ccl.transport.aligned import aligned_memory
 from r2ccl.transport.base import Frame
 from r2ccl.types import PathKey
 
-#: kind, channel, nbytes, seq, ack, op, signature; its size is that of a cache line, see
-#: `r2ccl.transport.aligned`.
+#: Frame header: kind, channel, nbytes, seq, ack, op, signature. Its size is that of a cache line,
+#: see `r2ccl.transport.aligned`.
 HEADER = struct.Struct("<7Q8x")
 HEADER_NBYTES = HEADER.size
 DATA, CLEAR, CONFIRM = 1, 2, 3

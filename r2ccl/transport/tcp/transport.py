@@ -76,11 +76,12 @@ _LOOPBACK_BUFFER_NBYTES = 1 << 20
 #: (64 MiB, 4 ranks: Reno 88 ms, cubic 105 ms). On shaped rails cubic reaches 96 to 99 % of the line
 #: rate, BBR 80 to 94 %.
 _LOOPBACK_CONGESTION, _CONGESTION = "reno", "cubic"
-#: Most bytes per send, and per read into a landing place of an open path: large enough to amortise
-#: the call, small enough that data which the peer wrote is still in the cache when it is read.
+#: Maximum number of bytes per send, and per read into a landing place of an open path: large enough
+#: to amortize the call, small enough that data which the peer wrote is still in the cache when it
+#: is read.
 _CALL_NBYTES = 256 << 10
-#: Most bytes of one read into the buffer while landing places are announced: payload that is read
-#: together with a header is copied once more, into its landing place.
+#: Maximum number of bytes of one read into the buffer while landing places are announced: payload
+#: that is read together with a header is copied once more, into its landing place.
 _PEEK_NBYTES = 1024
 
 _IN = select.EPOLLIN
@@ -245,8 +246,8 @@ class TcpTransport(PreconnectedTransport):
     def lend(self, paths: Sequence[PathKey]) -> list[Connection] | None:
         """Lend the connections of `paths` to compiled code, which reads and writes their sockets.
 
-        The borrower may change the fields of the connections. Until `take_back` was called for each
-        connection, the only other methods of the transport that may be called are `wake`,
+        The borrower may change the fields of the connections. Until `take_back` has been called for
+        each connection, the only other methods of the transport that may be called are `wake`,
         `memory_use`, `has_unsent`, `has_other_events`, and `lend` for further paths.
 
         Returns
@@ -274,7 +275,7 @@ class TcpTransport(PreconnectedTransport):
         """End the loan of `conn`, whose fields must describe its partly read and written frames.
 
         `error` is the errno of the borrower's failed system call, or 0 if the peer closed the
-        connection; in both cases the path fails. None: there was no error.
+        connection; in both cases the path fails. None means that there was no error.
         """
         if error is not None:
             status = errno_name(OSError(error, "")) if error else "EOF"
@@ -287,11 +288,11 @@ class TcpTransport(PreconnectedTransport):
             self._mark(conn)
 
     def has_other_events(self, lent: Collection[Connection]) -> bool:
-        """Return True if `poll` must be called for another reason than the connections `lent`.
+        """Return True if `poll` must be called for a reason other than the connections `lent`.
 
-        This is so if another socket is ready, or a probe is in flight or not yet reported. The
-        borrower must give back all connections before the `poll`. A `wake` before this call does
-        not make a later `poll` return.
+        The reasons are a ready socket that is not lent, and a probe that is in flight or not yet
+        reported. The borrower must give back all connections before it calls `poll`. A `wake`
+        before this call does not make a later `poll` return.
         """
         fds = [conn.fd for conn in lent]
         ready = [fd for fd, _ in self._epoll.poll(0)]
@@ -344,7 +345,7 @@ class TcpTransport(PreconnectedTransport):
         return bool(self._waiting)
 
     def is_stuck(self, path: PathKey) -> bool:
-        """Return True if the kernel has sent unacknowledged data again at least twice in a row.
+        """Return True if the kernel has retransmitted unacknowledged data at least twice in a row.
 
         This is evidence against the path, not the peer: the kernel of a stopped peer still
         acknowledges.
@@ -407,7 +408,7 @@ class TcpTransport(PreconnectedTransport):
                 self._log_unset(congestion, exc)
 
     def _log_unset(self, congestion: str, exc: OSError) -> None:
-        """Log that `congestion` cannot be set; a warning if the user has chosen it."""
+        """Log once that `congestion` cannot be set; as a warning if the user has chosen it."""
         if congestion in self._unset:
             return
         self._unset.add(congestion)
@@ -664,9 +665,9 @@ class TcpTransport(PreconnectedTransport):
         return False
 
     def _write_some(self, conn: Connection) -> bool:
-        """Write from ``sending`` by one system call; return False if the socket took only part.
+        """Write from ``sending`` with one system call; return False if only a part was accepted.
 
-        If the connection is broken, the call raises no SIGPIPE, which may end the user's process.
+        If the connection is broken, the call raises no SIGPIPE, which could end the user's process.
         """
         sending = conn.sending
         if len(sending) == 1:

@@ -47,19 +47,19 @@ class CudaDriver(Protocol):
         ...
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """Return base address and size in bytes of the allocation at `address`."""
+        """Return the base address and the size in bytes of the allocation at `address`."""
         ...
 
     def buffer_id(self, address: int) -> int:
-        """Return the allocation's number (pointer attribute BUFFER_ID), unique and never reused."""
+        """Return the ID of the allocation at `address`, never reused (attribute BUFFER_ID)."""
         ...
 
     def set_sync_memops(self, address: int) -> None:
-        """Set SYNC_MEMOPS: CUDA's synchronous copies then finish before their call returns."""
+        """Set SYNC_MEMOPS: synchronous copies of the memory then finish before the call returns."""
         ...
 
     def export_dmabuf(self, address: int, nbytes: int) -> int:
-        """Export a page-aligned range as a dma-buf; return a descriptor that the caller closes."""
+        """Export a page-aligned range as a dma-buf; return a descriptor, which the caller owns."""
         ...
 
 
@@ -69,7 +69,7 @@ class BindingsDriver:
     Raises
     ------
     TransportError
-        If the bindings, the driver or a GPU are missing, or the driver cannot be initialised; the
+        If the bindings, the driver or a GPU are missing, or the driver cannot be initialized; the
         message gives the reason.
     """
 

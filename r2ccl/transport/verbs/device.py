@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def _quiet_root_logger() -> Iterator[None]:
-    """Undo pyverbs' ``logging.basicConfig``: the root logger is the application's."""
+    """Undo the ``logging.basicConfig`` of pyverbs' import: the application owns the root logger."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -69,9 +69,9 @@ _ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
 _NPEERS = 32
 #: Maximum number of completions that one call of `RdmaDevice.completions` returns.
 BATCH = 256
-#: Error numbers of calls for a device that was removed.
+#: Error numbers with which calls fail once the device was removed.
 _REMOVED = (errno.EIO, errno.ENODEV)
-#: Held while a NIC is opened: its descriptors are found as those that are new in the process.
+#: Held while a NIC is opened: the descriptors that are new in the process are then the NIC's.
 _opening = threading.Lock()
 
 
@@ -128,8 +128,8 @@ class RdmaDevice:
         Kernel's name of the NIC, such as ``mlx5_0``.
     port : int
     find_gid : callable
-        Returns index and text form of the GID by which peers address the port. Called by the
-        constructor, and by `refresh` after the NIC reported an async event.
+        Returns the index and the text form of the GID by which peers address the port. Called by
+        the constructor, and by `refresh` after the NIC reported an async event.
     neighbours : NeighbourTable, optional
         Neighbour table of the port's interface. Owned. None: link-layer addresses are not looked
         up, as on InfiniBand, where the subnet manager resolves addresses.
@@ -354,7 +354,7 @@ class RdmaDevice:
             return False
 
     def refresh(self) -> None:
-        """Determine GID and GID index of the port again if an event may have changed them.
+        """Determine the port's GID and GID index again if an event may have changed them.
 
         Raises
         ------
@@ -454,7 +454,7 @@ class RdmaDevice:
         return TransportError(f"{self.name} refused to {what}: {exc}", status="DEVICE")
 
     def destroy(self, *parts: Any) -> None:
-        """Close objects of the device in this order.
+        """Close objects of the device in the given order.
 
         When a device is removed, the kernel destroys all of its objects, and answers every later
         call with one of `_REMOVED`. The object then counts as destroyed, which is logged once.
@@ -476,7 +476,7 @@ class RdmaDevice:
         Raises
         ------
         PyverbsError
-            If the device refuses for another reason than its removal.
+            If the device refuses for a reason other than its removal.
         """
         self._poller = self._nic = None
         try:
@@ -513,7 +513,7 @@ def room(name: str) -> int:
 
 @contextmanager
 def _openable(name: str) -> Iterator[None]:
-    """Replace a `PyverbsError` in the block by a `TransportError` that names the NIC."""
+    """Translate a `PyverbsError` in the block to a `TransportError` that names the NIC."""
     try:
         yield
     except PyverbsError as exc:
@@ -540,7 +540,10 @@ def _without_repeats(completions: Iterable[Any]) -> Iterator[Any]:
 
 
 def _with_new_fd(make: Any) -> tuple[Any, int]:
-    """Return `make()` and the event descriptor it opened, which pyverbs does not expose."""
+    """Return the result of `make` and the event descriptor that it opened.
+
+    pyverbs does not expose this descriptor, so the new one among all open descriptors is taken.
+    """
     before = _event_fds()
     made = make()
     (fd,) = _event_fds() - before

@@ -226,10 +226,10 @@ class DeviceMemory:
         Raises
         ------
         TransportError
-            If no method works (the message has the reason of each), the allocation is not
+            If no method works (the message gives the reason for each), the allocation is not
             GPUDirect RDMA capable, or SYNC_MEMOPS cannot be set; later calls for the allocation
-            raise the same. Status ENOMEM if BAR space or locked memory is used up: ending other
-            registrations may help.
+            raise the same error. Status ENOMEM if BAR space or locked memory is used up: ending
+            other registrations may help.
         """
         known = self._refused.get(allocation.base)
         if known is not None and known[0] == allocation.identity:

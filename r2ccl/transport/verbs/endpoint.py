@@ -29,7 +29,7 @@ class EndpointState(enum.Enum):
     """State of an end of a path.
 
     An end is JOINING until the transport opens it, and then LIVE. After an error it is FAILED, even
-    if it was never opened. From its fence on it is DRAINING.
+    if it was never opened. Once its path is fenced, it is DRAINING.
     """
 
     JOINING = "joining"

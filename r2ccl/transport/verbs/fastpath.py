@@ -231,7 +231,7 @@ class Poster:
         send["wr"]["opcode"] = _WRITE_WITH_IMM
         send["function"], send["qp"] = nic.post_send, qp
         self._nothing = np.array([nothing], SGE)
-        #: The links never change: the last `n` requests are always a chain of `n`.
+        #: The `next` pointers never change: the last `n` requests are always a chain of `n`.
         self._receives = np.zeros(nreceives, RECV_WR)
         self._receives["sg_list"] = self._nothing.ctypes.data
         self._receives["num_sge"] = 1

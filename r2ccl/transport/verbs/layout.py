@@ -169,7 +169,7 @@ class _OwnMemory:
     def behind(
         self, holder: Any, what: str, layout: np.dtype[Any], **known: int
     ) -> tuple[int, Fields]:
-        """Return address and fields of the struct that `holder` points to.
+        """Return the address and the fields of the struct that `holder` points to.
 
         Parameters
         ----------

@@ -3,10 +3,10 @@
 A provider maps queues and doorbells of a device into the process. Such a mapping keeps the device
 open, as a descriptor does. In a child that outlives a killed parent, it would keep the parent's
 queue pairs alive, and the peers' NICs would continue to write to memory that nobody reads. So, in
-each child, a fork handler replaces every such mapping by zeroed memory before ``os.fork`` returns.
-Mappings that other libraries made are replaced too: queue pairs do not work in a child anyway. The
-addresses stay mapped, because the provider unmaps them if the child frees the provider's objects:
-no other memory may be there then.
+each child, a fork handler replaces every such mapping with zeroed memory before ``os.fork``
+returns. Mappings that other libraries made are replaced too: queue pairs do not work in a child
+anyway. The addresses stay mapped, because the provider unmaps them if the child frees the
+provider's objects: no other memory may be there then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _registered: list[bool] = []
 
 
 def keep_from_children() -> None:
-    """Remove device mappings from the children of every later ``os.fork`` of this process.
+    """Remove device mappings from the child of every later ``os.fork`` of this process.
 
     Applies to the whole process; a second call does nothing.
 
@@ -42,14 +42,14 @@ def keep_from_children() -> None:
 
 
 def _let_go() -> None:
-    """Replace the device mappings of this process, a child, by zeroed memory."""
+    """Replace the device mappings of this process, the child of a fork, with zeroed memory."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
     for begin, end in list(_mapped()):
         _mmap(begin, end - begin, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0)
 
 
 def _mapped() -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each mapping of an RDMA device."""
+    """Yield the begin and end addresses of each mapping of an RDMA device."""
     with open("/proc/self/maps", encoding="ascii", errors="replace") as file:
         for line in file:
             if _DEVICES in line:

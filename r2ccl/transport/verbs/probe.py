@@ -8,8 +8,8 @@ new one. The queue pairs are in a protection domain without memory, so peers can
 through them.
 
 A failure that breaks the connection of a probe breaks paths as well, so more probes of the same two
-ports follow within seconds, before the connection is made again. For `_SILENCE_S` they have the
-same outcome, "not answered". After that their outcome is None: no connection exists to probe with.
+ports follow within seconds, before the connection is made again. For `_SILENCE_S` seconds their
+outcome is "not answered" too. After that it is None: there is no connection to probe with.
 
 An end makes its queue pair when `info` is first read, or in `join` once the peer's link-layer
 address is known. At the probed rank `join` comes first, so an unknown address costs no queue pair.
@@ -40,7 +40,8 @@ from pyverbs.pyverbs_error import PyverbsError  # isort: skip
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # isort: skip
 from pyverbs.wr import SGE, SendWR  # isort: skip
 
-#: Times the NIC sends a probe before it gives up: two lost packets do not prove that a rail failed.
+#: How often the NIC sends a probe before it gives up: two lost packets do not prove that a rail
+#: failed.
 _NTRIES = 3
 #: For this time, in seconds, later probes of the same two ports have the outcome of an unanswered
 #: probe. The queue pairs between these ports fail at different times, within about 1 s with the
@@ -58,18 +59,18 @@ class ProbeEnd:
     Parameters
     ----------
     key : ProbeKey
-        As seen from this rank: ``via`` is the rail of this rank's port, which the end is on, and
-        ``rail`` that of the peer's port. At the rank that is probed, the two rails are therefore
-        exchanged.
+        As seen from this rank: ``via`` is the rail of this rank's port, on which the end is made,
+        and ``rail`` is the rail of the peer's port. The key of the peer's end therefore has ``via``
+        and ``rail`` swapped.
     nic : int
-        Index of that port's NIC within its transport.
+        Index of the NIC of this rank's port within its transport.
     device : RdmaDevice
     pd : PD
     timeout : int
-        Attribute of the queue pair: an unacknowledged packet is sent again after 4.096 us times
+        Attribute of the queue pair: an unacknowledged packet is retransmitted after 4.096 us times
         2^timeout.
     on_made, discard : callable
-        Called with this end: `on_made` when the end has made its queue pair, `discard` by `close`.
+        Called with this end: `on_made` once the end has made its queue pair, `discard` by `close`.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class ProbeEnd:
     def info(self) -> bytes:
         """Encoded endpoint info, for the peer's `join`.
 
-        If the end has no queue pair yet, the access makes it.
+        If the end has no queue pair yet, reading this property makes it.
 
         Raises
         ------
@@ -367,7 +368,7 @@ def _make_domain(device: RdmaDevice) -> PD:
 
 
 def queue_pair_timeout(timeout_s: float) -> int:
-    """Return the ``timeout`` attribute with which all tries of a probe take at most `timeout_s`.
+    """Return the queue pair attribute ``timeout`` for which all tries take at most `timeout_s`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Depths of the queues of a queue pair, and the size of completion queue that they require.
+"""Depths of the queues of a queue pair, and the size of the completion queue that they require.
 
 A completion queue that overruns loses completions and cannot be used afterwards. When a queue pair
 breaks, every request in flight on it completes, including unsignaled ones, and a port that dies
@@ -29,7 +29,7 @@ NCOMPLETIONS = NSENDS + NRECEIVES + 1 + _NPROBES
 
 
 def completions(npeers: int) -> int:
-    """Return the completion queue entries that a NIC needs for `npeers` peers; 0 counts as 1."""
+    """Return how many completion queue entries a NIC needs for `npeers` peers; 0 counts as 1."""
     return max(1, npeers) * NCOMPLETIONS
 
 

@@ -11,8 +11,8 @@ completion at the peer:
 The 32 bits of immediate data are:
 
 - 2 bits for the kind (`Tag`);
-- 8 bits for the *mark*, a random number that the receiver chooses for each connection. By it the
-  receiver recognises data of an earlier connection, unless both connections have the same mark;
+- 8 bits for the *mark*, a random number that the receiver chooses for each connection. It lets the
+  receiver recognize data of an earlier connection, unless both connections have the same mark;
 - 22 bits for the offset of a message in the ring, in units of `ALIGN`; the number of a slice's
   landing place; or the count of consumed messages, modulo 2^22, of a credit.
 
@@ -96,7 +96,7 @@ class RequestKind(enum.IntEnum):
 
 
 class PathEndpointInfo(EndpointInfo, frozen=True, array_like=True):
-    """Endpoint info of a path: its queue pair, its mark, and address and rkey of its ring."""
+    """Endpoint info of a path: the queue pair, its mark, and the address and rkey of its ring."""
 
     mark: int
     ring_address: int
@@ -118,7 +118,7 @@ class QueuePair:
     ring_nbytes : int
         Size of the message ring of each direction, in bytes.
     timeout, retry_cnt : int
-        Attributes of the queue pair: an unacknowledged packet is sent again after 4.096 us times
+        Attributes of the queue pair: an unacknowledged packet is retransmitted after 4.096 us times
         2^timeout, at most `retry_cnt` times.
 
     Raises
@@ -158,7 +158,7 @@ class QueuePair:
         self.number: int = self._qp.qp_num
 
     def renew(self) -> None:
-        """Prepare the queue pair for another connection after `reset`; `info` has new values then.
+        """Prepare the queue pair for another connection after `reset`; `info` gets new values.
 
         Raises
         ------
@@ -374,9 +374,9 @@ class QueuePair:
             raise self._device.refusal("post a receive request", exc) from exc
 
     def untag(self, imm_data: int) -> tuple[Tag, int] | None:
-        """Return tag and value of immediate data, which is in network byte order.
+        """Return the tag and the value of immediate data, which is in network byte order.
 
-        Return None if its mark is not that of this connection, or its tag is unknown.
+        Return None if the mark is not that of this connection, or the tag is unknown.
         """
         imm = socket.ntohl(imm_data)
         if imm // COUNT_MODULUS % (1 << _MARK_BITS) != self._mark or imm >> 30 not in _TAGS:
@@ -445,7 +445,7 @@ class QueuePair:
     def close(self) -> None:
         """Destroy the queue pair; afterwards no peer can write to this rank's memory through it.
 
-        The queue pair of a device that was removed is destroyed already.
+        If the device was removed, the kernel has destroyed the queue pair already.
         """
         self._close_queue()
         self._device.destroy(self._region)

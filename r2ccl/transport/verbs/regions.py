@@ -69,13 +69,13 @@ class Registrar(Protocol):
             unchanged.
         Exception
             If the NIC refuses and the exception has only an error number, ``errno`` or
-            ``error_code``. Callers must translate the exception by `refusal`.
+            ``error_code``. Callers must translate the exception with `refusal`.
         """
         ...
 
 
 class Memory(Protocol):
-    """Kind of memory that a registration cache serves: host memory or a GPU's."""
+    """Kind of memory that a registration cache serves: host memory or GPU memory."""
 
     def locate(self, address: int, nbytes: int, owner: Any) -> Allocation:
         """Return the allocation that contains `nbytes` bytes at `address`.

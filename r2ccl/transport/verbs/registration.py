@@ -66,16 +66,16 @@ class RegistrationStats(msgspec.Struct):
     Parameters
     ----------
     hits, misses : int
-        Calls of `RegistrationCache.find` that returned a registration, and that returned None.
+        Number of calls of `RegistrationCache.find` that returned a registration (hits), and that
+        returned None (misses).
     registered : int
-        Registrations made, including those that have ended.
+        Number of registrations made, including those that have ended.
     evictions : int
-        Registrations ended to make space for others.
+        Number of registrations ended to make space for others.
     expired : int
-        Registrations ended because their memory was freed.
+        Number of registrations ended because their memory was freed.
     nbytes : int
-        Sum of the sizes of the present registrations in bytes, not multiplied by the number of
-        NICs.
+        Total size of the present registrations in bytes, not multiplied by the number of NICs.
     """
 
     hits: int = 0
@@ -109,8 +109,8 @@ class Registration:
         self.is_expired = False
         #: True while `RegistrationCache.find` can return it.
         self.is_indexed = False
-        #: Number of the call of `find` or `register` that last returned it; the lowest is evicted
-        #: first.
+        #: Number of the call of `find` or `register` that last returned this registration; the one
+        #: with the lowest number is evicted first.
         self.last_used = 0
         self._cache = cache
         self._regions = regions
@@ -191,7 +191,7 @@ class Registration:
         return self
 
     def close(self) -> None:
-        """Remove one user; without users the cache may end the registration.
+        """Remove one user; once there are none, the cache may end the registration.
 
         Raises
         ------

@@ -89,9 +89,9 @@ class SendRing:
         self._consumed += fresh
 
 
-#: Credits are counts modulo this: 22 of the 32 bits of immediate data.
+#: Credits are counts modulo this number, so that they fit into 22 of the 32 bits of immediate data.
 COUNT_MODULUS = 1 << 22
-#: Messages begin at multiples of this many bytes, so 22 bits can address a ring of 256 MiB.
+#: Messages begin at multiples of this number of bytes, so 22 bits can address a ring of 256 MiB.
 ALIGN = 64
 
 __all__ = ["ALIGN", "COUNT_MODULUS", "SendRing"]

@@ -26,7 +26,7 @@ _MIN_BUFFER_BITS = 12
 
 
 class Reach(NamedTuple):
-    """I/O address and keys of pinned memory by which one NIC accesses a slice.
+    """I/O address and keys with which one NIC accesses the pinned memory of a slice.
 
     The memory stays pinned until `Staging.release`.
     """
@@ -86,10 +86,11 @@ class Staging:
         return self._on_device.register(address, nbytes, None)
 
     def reach(self, view: memoryview, nic: int) -> Reach:
-        """Return memory by which the NIC with index `nic` can send or receive the slice `view`.
+        """Return memory through which the NIC with index `nic` can send or receive slice `view`.
 
-        The result is the memory of `view` if that is registered, else a staging buffer: the caller
-        copies the slice to the buffer, or from it. The memory is pinned until `release`.
+        This is the memory of `view` if that is registered, else a staging buffer: the caller copies
+        the slice into the buffer before a send, or out of it after a receive. The memory is pinned
+        until `release`.
 
         Raises
         ------
@@ -135,7 +136,7 @@ class Staging:
             self._buffers.setdefault(reach.buffer.nbytes, []).append(reach.buffer)
 
     def drain(self) -> None:
-        """Deregister host memory that was freed. Freed device memory is found by later lookups."""
+        """Deregister host memory that was freed. Later lookups detect freed device memory."""
         self._registrations.drain()
 
     def close(self) -> None:

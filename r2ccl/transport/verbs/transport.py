@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 _RING_MESSAGES = 8
 #: A fence destroys the queue pair if its two markers have not completed after this time.
 _DRAIN_TIMEOUT_S = 1.0
-#: Async events that change the state of a port, and whether the port is up then.
+#: Async events that report a new state of a port; True if the port is then up.
 _PORT_EVENTS = {"PORT_ERR": False, "PORT_ACTIVE": True}
 #: After this event all ports of the device are unusable.
 _DEVICE_FATAL = "DEVICE_FATAL"
@@ -78,11 +78,11 @@ class VerbsTransport:
     devices : sequence of RdmaDevice
         One per rail. Owned.
     registrations : RegistrationCache
-        Registrations with the same devices, in the same order. Owned.
+        Cache for the NICs of `devices`, in the same order. Owned.
     eager_nbytes : int
         Largest eager payload, in bytes.
     timeout, retry_cnt : int
-        Attributes of every queue pair of a path: an unacknowledged packet is sent again after
+        Attributes of every queue pair of a path: an unacknowledged packet is retransmitted after
         4.096 us times 2^timeout, at most `retry_cnt` times.
     probe_timeout_s : float
         Time in which a probe must be answered, in seconds.
