@@ -138,7 +138,7 @@ class NoHealthyRail(R2cclError):
         why = "; ".join(f"rail {rail}: {cause}" for rail, cause in sorted(causes.items()))
         super().__init__(
             f"rank {rank}: no healthy rail to rank {peer} for {since_s:.3f} s ({why}); "
-            "restore one of them, or raise R2CC_NO_RAIL_TIMEOUT_S to wait longer"
+            "restore one of these rails, or raise R2CC_NO_RAIL_TIMEOUT_S to wait longer"
         )
         self.rank = rank
         self.peer = peer

@@ -79,7 +79,7 @@ def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
         if mended is None:
             a, b = found[gaps[0] - 1], found[gaps[0]]
             raise InvalidArgument(
-                f"no ring of {len(found)} nodes was found in which all neighbours share a rail: "
+                f"no ring of {len(found)} nodes was found in which all neighbors share a rail: "
                 f"nodes {a} and {b} share none, and no reversal of a part of the ring separates "
                 "them without joining another pair that shares none; use a tree of "
                 "r2ccl.algos.spanning_tree.span"

@@ -84,7 +84,7 @@ async def first_of(attempts: Sequence[Attempt], stagger_s: float = STAGGER_S) ->
             task.cancel()
             task.add_done_callback(_close_result)
     last = "nothing was tried" if why is None else str(why) or type(why).__name__
-    raise OSError(f"none of {len(attempts)} ways works; last error: {last}")
+    raise OSError(f"none of {len(attempts)} routes works; last error: {last}")
 
 
 def _close_result(task: asyncio.Task[socket.socket]) -> None:

@@ -154,7 +154,7 @@ def _comm_world(env: Mapping[str, str]) -> Any:
         ) from exc
     if not MPI.Is_initialized():
         raise InvalidArgument(
-            "an MPI launcher started this process, but MPI is not initialised "
+            "an MPI launcher started this process, but MPI is not initialized "
             "(mpi4py.rc.initialize is False): call MPI.Init() before init()"
         )
     _require_company(MPI, env)
@@ -237,9 +237,10 @@ def _from_launcher(config: Config, env: Mapping[str, str], launcher: LauncherVar
     port = config.port or (_number(env, "MASTER_PORT") + 1 if "MASTER_PORT" in env else place.port)
     if not port:
         raise InvalidArgument(
-            f"{launcher.name} does not tell its jobs apart: set R2CC_PORT to a free port, the same "
-            "on all ranks of a job and another one for each job, or install mpi4py for the MPI of "
-            "the launcher and unset MASTER_ADDR"
+            f"{launcher.name} sets no variable that identifies the job, so two jobs on one host "
+            "could use the same port: set R2CC_PORT to a free port, the same on all ranks of a job "
+            "and a different one for each job, or install mpi4py for the MPI of the launcher and "
+            "unset MASTER_ADDR"
         )
     return _at(msgspec.structs.replace(place, port=port), config, env)
 
@@ -247,7 +248,7 @@ def _from_launcher(config: Config, env: Mapping[str, str], launcher: LauncherVar
 def _at(place: RankPlace, config: Config, env: Mapping[str, str]) -> Identity:
     if not 0 < place.port < 65536:
         raise InvalidArgument(
-            f"rendezvous port {place.port} (R2CC_PORT, or MASTER_PORT + 1): allowed is 1 ... 65535"
+            f"rendezvous port {place.port} (R2CC_PORT, or MASTER_PORT + 1): allowed is 1 to 65535"
         )
     listener = _inherited_listener(env) if place.rank == 0 else None
     secret = _secret_source(config, env, place)

@@ -289,7 +289,7 @@ class RankProcesses:
             preparation = spawn.get_preparation_data("r2ccl-rank")
         except FileNotFoundError as exc:  # of os.getcwd
             raise InvalidArgument(
-                f"{who}: the working directory of this process was removed: enter another one"
+                f"{who}: the working directory of this process was removed: change to another one"
             ) from exc
         # The key is an AuthenticationString, which can be pickled only while multiprocessing starts
         # a process; plain bytes can always be pickled.

@@ -66,7 +66,7 @@ class ControlLoop:
         """
         if self.is_current():
             work.close()
-            raise InternalError("a blocking call inside the control thread")
+            raise InternalError("a blocking call was made in the control thread")
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()

@@ -361,7 +361,7 @@ def _raised(outcomes: Mapping[int, RankOutcome]) -> BaseException | None:
     for rank, error in errors.items():
         if len(errors) > 1:
             error.add_note(
-                f"raised by ranks {format_ranks(errors)}; this is the one of rank {rank}"
+                f"ranks {format_ranks(errors)} raised errors; this is the error of rank {rank}"
             )
         return error
     return None

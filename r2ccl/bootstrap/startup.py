@@ -126,7 +126,7 @@ def connect(
 def warn_of_unknown(env: Mapping[str, str]) -> None:
     """Log a warning for each variable in `env` that begins like a setting but has no effect."""
     for name, advice in unknown(env):
-        logger.warning("%s is no setting of r2ccl and has no effect: %s", name, advice)
+        logger.warning("%s is not a setting of r2ccl and has no effect: %s", name, advice)
 
 
 def unknown(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:

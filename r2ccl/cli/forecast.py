@@ -138,7 +138,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         if named.count((node, nic)) > 1:
             raise InvalidArgument(f"--lose and --slow name NIC {node}:{nic} twice; name it once")
         if sum(lost == node for lost, _ in args.lose) == args.nics:
-            raise InvalidArgument(f"--lose names all NICs of node {node}: leave it one")
+            raise InvalidArgument(f"--lose names all NICs of node {node}: leave at least one")
     unit = nranks * _UNIT_NBYTES
     if args.nbytes < unit:
         raise InvalidArgument(

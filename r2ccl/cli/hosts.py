@@ -66,8 +66,8 @@ def parse_hosts(text: str) -> list[JobHost]:
         match = _HOST.fullmatch(item.strip())
         if match is None:
             raise InvalidArgument(
-                f"--hosts {text!r}: {item!r} is no host: allowed is NAME or NAME:SLOTS, separated "
-                "by commas, with an IPv6 address in brackets"
+                f"--hosts {text!r}: {item!r} is not a host: allowed is NAME or NAME:SLOTS, "
+                "separated by commas, with an IPv6 address in brackets"
             )
         found.append(_host(match["name"], int(match["slots"] or 1), f"--hosts {text!r}"))
     return _merged(found)

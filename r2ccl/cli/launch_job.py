@@ -83,7 +83,7 @@ def _program(args: argparse.Namespace) -> JobCommand:
         folder = os.path.abspath(os.path.expanduser(args.chdir or ""))
     except FileNotFoundError as exc:  # of os.getcwd
         raise InvalidArgument(
-            "the working directory was removed: enter another one, or name one with --chdir"
+            "the working directory was removed: change to another one, or name one with --chdir"
         ) from exc
     return JobCommand(tuple(words), is_module, env, folder, args.stdin)
 

@@ -400,8 +400,8 @@ def _directory() -> Path | None:
             if os.access(place, os.W_OK) and place.stat().st_uid == os.geteuid():
                 return place
     _log.info(
-        "compiled code is not stored, because no usable directory was found (tried %s): this user "
-        "must own it and be able to write to it; set %s to such a directory",
+        "compiled code is not stored, because no usable directory was found (tried %s): set %s to "
+        "a directory that this user owns and can write to",
         ", ".join(map(str, places)),
         _CACHE_DIRECTORY_VARIABLE,
     )

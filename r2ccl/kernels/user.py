@@ -223,7 +223,7 @@ def _require_cast(found: np.dtype[Any], dtype: np.dtype[Any]) -> None:
     """
     are_integers = found.kind in "iu" and dtype.kind in "iu"
     if not are_integers and not np.can_cast(found, dtype, "same_kind"):
-        raise TypeError(f"the function returned {found}, which is not converted to {dtype}")
+        raise TypeError(f"the function returned {found}, which r2ccl does not convert to {dtype}")
 
 
 def _python_of(function: Any) -> Any:

@@ -208,8 +208,8 @@ class Contexts:
             common &= int.from_bytes(offer[: _NIDS // 8], "little")
         if not common:
             raise InvalidArgument(
-                f"no context id is free on all ranks: at most {_NIDS} communicators may be open at "
-                "a rank: close the communicators that are not in use"
+                f"no context id is free on all ranks: at most {_NIDS} communicators may be open on "
+                "each rank: close the communicators that are not in use"
             )
         context_id = (common & -common).bit_length() - 1
         first_op = max(int.from_bytes(offer[_NIDS // 8 :], "little") for offer in offers)

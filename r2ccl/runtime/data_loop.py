@@ -733,7 +733,10 @@ class DataLoop:
                     return False
                 self.progress.step(_GIVE_WAY_S)
         except Exception:
-            _log.exception("rank %d: the data loop failed while paths were fenced", self.rank)
+            _log.exception(
+                "rank %d: the data loop failed while paths were taken out of use: please report it",
+                self.rank,
+            )
             return False
         return True
 

@@ -68,7 +68,8 @@ class Ending:
                 step(self._timeout_s)
             except Exception:
                 _log.exception(
-                    "%s: a cleanup step failed; the remaining steps still run", self._thread.name
+                    "%s: a cleanup step failed: please report it; the remaining steps still run",
+                    self._thread.name,
                 )
             finally:
                 taken.set()

@@ -68,7 +68,7 @@ class Exclusions:
         agreement, answers = self._failover.agreement, SimpleQueue[str]()
         if agreement is None:
             raise InvalidArgument(
-                "with R2CC_MODE=failstop no NIC can be excluded or included while the job runs: "
+                "with R2CC_MODE=failstop, no NIC can be excluded or included while the job runs: "
                 "set R2CC_FAILED_NICS before the job starts, or use another mode"
             )
         loop.require_outside()

@@ -292,9 +292,9 @@ class Job:
             is_awaited = self.nranks > 1 and self.engine.error is None
             if is_awaited and not participant.is_closed:
                 _log.warning(
-                    "rank %d: close() was called while Python ends, for example in a __del__ "
-                    "method, so it did not wait for the other ranks, which may report this rank "
-                    "as lost: call close() earlier, or register it with atexit",
+                    "rank %d: close() was called during interpreter shutdown, for example in a "
+                    "__del__ method, so it did not wait for the other ranks, which may report this "
+                    "rank as lost: call close() earlier, or register it with atexit",
                     self.rank,
                 )
             participant.refuse(self.closed)
@@ -482,7 +482,9 @@ class Job:
             except TransportError as exc:
                 _log.error("rank %d: %s", self.rank, exc)
             except Exception:  # the calls of the other communicators must still end
-                _log.exception("rank %d: the calls of a communicator did not end", self.rank)
+                _log.exception(
+                    "rank %d: the calls of a communicator did not end: please report it", self.rank
+                )
 
     def _end_data(self, deadline_s: float) -> None:
         for participant in tuple(self._participants):

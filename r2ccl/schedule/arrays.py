@@ -141,8 +141,8 @@ def _pack_alone(op: Op, rank: int, channel: int, index: int) -> None:
         _pack_all((op,))
     except (AttributeError, TypeError, OverflowError) as exc:
         raise ScheduleError(
-            f"{op!r} is no Op, or has a field of the wrong type or size ({exc}): pass integers "
-            "that fit into 32 bits (16 bits for kinds and spaces)",
+            f"{op!r} is not an Op, or has a field of the wrong type or size ({exc}): pass "
+            "integers that fit into 32 bits (16 bits for kinds and spaces)",
             rank=rank,
             channel=channel,
             op=index,

@@ -742,8 +742,9 @@ def _check(offers: Sequence[_Offer], ranks: Sequence[int], index: int) -> None:
     unable = [rank for rank, each in zip(ranks, offers, strict=True) if each.host != host]
     if unable:
         raise TransportError(
-            f"no shared memory: ranks {unable} run as another user or in other namespaces than "
-            f"rank {ranks[index]}; run all ranks of a host as one user in one container"
+            f"no shared memory: ranks {unable} run as a different user or in different "
+            f"namespaces than rank {ranks[index]}; run all ranks of a host as one user in one "
+            "container"
         )
 
 

@@ -112,13 +112,13 @@ class FaultPlan:
         for fault in self.faults:
             if fault.at_op is None:
                 raise InvalidArgument(
-                    f"fault {fault}: without a lab only faults with at_op can be applied; give it "
-                    "at_op, or run under `r2ccl netlab`"
+                    f"fault {fault}: without a netlab, only faults with at_op can be applied; give "
+                    "it at_op, or run under `r2ccl netlab`"
                 )
             if fault.duration_s is not None:
                 raise InvalidArgument(
-                    f"fault {fault}: without a lab no fault is undone after duration_s; leave it "
-                    "out, or run under `r2ccl netlab`"
+                    f"fault {fault}: only a netlab can undo a fault after duration_s; leave "
+                    "duration_s out, or run under `r2ccl netlab`"
                 )
 
     def check_unused(self) -> None:

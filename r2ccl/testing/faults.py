@@ -260,7 +260,7 @@ def check_fits(fault: Fault, *, nodes: int, rails: int, ranks_per_node: int = 1)
         value = getattr(fault, name)
         if value is not None and value >= limit:
             raise InvalidArgument(
-                f"fault {fault}: {name} {value} does not exist; it must be in 0..{limit - 1}"
+                f"fault {fault}: {name} {value} does not exist; allowed is 0 to {limit - 1}"
             )
 
 

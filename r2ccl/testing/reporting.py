@@ -195,18 +195,18 @@ class ReportingTransport:
         fault = due.fault
         if fault.action is not Action.NIC_DOWN:
             raise InvalidArgument(
-                f"rank {due.rank}: fault {fault}: without a netlab only nic_down can be applied; "
+                f"rank {due.rank}: fault {fault}: without a netlab, only nic_down can be applied; "
                 "run under `r2ccl netlab`"
             )
         if fault.node != due.rank:
             raise InvalidArgument(
-                f"rank {due.rank}: fault {fault}: without a netlab a rank can only cut its own "
+                f"rank {due.rank}: fault {fault}: without a netlab, a rank can only cut its own "
                 f"connections; give it node={due.rank}, or run under `r2ccl netlab`"
             )
         if fault.rail not in range(self.nrails):
             raise InvalidArgument(
-                f"rank {due.rank}: fault {fault}: rail {fault.rail} does not exist; it must be in "
-                f"0..{self.nrails - 1}"
+                f"rank {due.rank}: fault {fault}: rail {fault.rail} does not exist; allowed is "
+                f"0 to {self.nrails - 1}"
             )
         for path in [path for path in self._open if path.rail == fault.rail]:
             if self.is_open(path):

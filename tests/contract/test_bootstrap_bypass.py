@@ -166,9 +166,9 @@ def test_the_first_to_succeed_is_taken_and_the_others_closed(attempts: Attempts)
 
 def test_none_that_succeeds_is_an_error_that_says_why(attempts: Attempts) -> None:
     works = [attempts.after(0.0, fails=True), attempts.after(0.01, fails=True)]
-    with pytest.raises(OSError, match="none of 2 ways works; last error:"):
+    with pytest.raises(OSError, match="none of 2 routes works; last error:"):
         asyncio.run(bypass.first_of(works))
-    with pytest.raises(OSError, match="none of 0 ways works"):
+    with pytest.raises(OSError, match="none of 0 routes works"):
         asyncio.run(bypass.first_of([]))
 
 

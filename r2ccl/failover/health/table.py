@@ -198,8 +198,8 @@ class Health(msgspec.Struct, frozen=True):
     def _index(self, rank: int, rail: int) -> int:
         if not 0 <= rank < self.nranks or not 0 <= rail < self.nrails:
             raise InvalidArgument(
-                f"rail {rail} of rank {rank}; there are ranks 0 to {self.nranks - 1} with rails "
-                f"0 to {self.nrails - 1}"
+                f"rail {rail} of rank {rank} does not exist; allowed are ranks 0 to "
+                f"{self.nranks - 1} with rails 0 to {self.nrails - 1}"
             )
         return rank * self.nrails + rail
 

@@ -381,7 +381,7 @@ def require_usable(datatype: Any) -> None:
         ) from exc
     if datatype.size and datatype.extent <= 0:
         raise MpiError(
-            f"the datatype has the extent {datatype.extent}: allowed are 1 byte and more",
+            f"the datatype has extent {datatype.extent}: allowed is 1 byte or more",
             MPI.ERR_TYPE,
         )
 

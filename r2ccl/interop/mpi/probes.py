@@ -173,7 +173,7 @@ class MpiMessage:
         request, self._request = self._request, None
         if request is None:
             raise MpiError(
-                "the message was received before: call Mprobe() for the next one",
+                "the message has already been received: call Mprobe() for the next one",
                 MPI.ERR_REQUEST,
             )
         return Delivery(request)

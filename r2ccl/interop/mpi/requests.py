@@ -437,7 +437,7 @@ class MpiPrequest(MpiRequest):
         for request in _checked(requests):
             if not isinstance(request, MpiPrequest | MPI.Prequest):
                 raise MpiError(
-                    "a request in a list for Startall() is not persistent: make it by a method "
+                    "a request in a list for Startall() is not persistent: make it with a method "
                     "whose name ends in _init",
                     MPI.ERR_REQUEST,
                 )
@@ -447,7 +447,7 @@ class MpiPrequest(MpiRequest):
 
 def _checked(requests: Sequence[Any]) -> Sequence[Any]:
     if not isinstance(requests, Sized):
-        raise TypeError(f"{requests!r}: a sequence of requests is needed, which can be read twice")
+        raise TypeError(f"{requests!r}: a sequence of requests is needed, such as a list")
     for request in requests:
         if not isinstance(request, MpiRequest | MPI.Request):
             raise TypeError(f"{request!r} in a list of requests: an MPI.Request is needed")

@@ -335,7 +335,7 @@ class GroupMethods:
         """Begin to receive from rank `source` into the only tensor in `tensors`."""
         with translated:
             if tag < 0:
-                raise InvalidArgument(f"tag={tag}: allowed are 0 and more")
+                raise InvalidArgument(f"tag={tag}: allowed is 0 or more")
             tensor = one(tensors)
             copy = in_order(tensor)
             request = self.communicator.recv(array_of(copy), source, tag, async_op=True)

@@ -78,7 +78,7 @@ def _await_ports(shape: MachineShape) -> None:
     while missing := missing_ports(shape, list_hcas()):
         if time.monotonic() > give_up:
             raise RdmaLabError(
-                f"RDMA ports not usable after {_PORTS_TIMEOUT_S:.0f} s: {'; '.join(missing)}; "
+                f"RDMA ports were not usable after {_PORTS_TIMEOUT_S:.0f} s: {'; '.join(missing)}; "
                 "for details run `ip link` and `rdma link` in the lab"
             )
         time.sleep(_POLL_S)  # sysfs sends no notification when a GID table changes

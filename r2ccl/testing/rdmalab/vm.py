@@ -285,8 +285,8 @@ def _result(private: Path, is_timed_out: bool, timeout_s: float, total_s: float)
         )
     if status is None and not is_timed_out:
         raise RdmaLabError(
-            "the virtual machine ended before its command had finished, perhaps by a kernel panic "
-            "or for lack of memory: see the output above, or try more memory"
+            "the virtual machine ended before its command had finished, perhaps because of a "
+            "kernel panic or too little memory: see the output above, or try more memory"
         )
     # timeout(1) uses status 124 as well.
     return VmResult(

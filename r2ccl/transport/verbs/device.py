@@ -423,8 +423,8 @@ class RdmaDevice:
         except OSError as exc:
             raise TransportError(
                 f"{self.name}: the link-layer address of {remote.gid} cannot be looked up: "
-                f"{describe_os_error(exc)}; check the route (`ip route get`) and the neighbour "
-                "(`ip neigh`)",
+                f"{describe_os_error(exc)}; check the route (`ip route get`) and the neighbor "
+                "entry (`ip neigh`)",
                 status="NO_NEIGHBOUR",
             ) from exc
         if not is_known:

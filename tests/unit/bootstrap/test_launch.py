@@ -296,7 +296,7 @@ def test_a_removed_working_directory_is_named(tmp_path: Path, start: str) -> Non
         [sys.executable, "-c", code],
         cwd=tmp_path / "gone", capture_output=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
-    assert re.search(b"the working directory .*was removed: enter another", ran.stderr)
+    assert re.search(b"the working directory .*was removed: change to another", ran.stderr)
 
 
 def test_a_server_that_exits_early_leaves_none_open(capfd: pytest.CaptureFixture[str]) -> None:

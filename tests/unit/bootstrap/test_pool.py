@@ -87,7 +87,8 @@ def test_an_exception_of_all_ranks_leaves_the_pool(pool: LaunchPool) -> None:
         pool.run(fails, timeout_s=WAIT_S)
     rank = caught.value.args[0]
     assert f"rank {rank}:" in str(caught.value.__cause__)
-    assert caught.value.__notes__ == [f"raised by ranks [0, 1]; this is the one of rank {rank}"]
+    note = f"ranks [0, 1] raised errors; this is the error of rank {rank}"
+    assert caught.value.__notes__ == [note]
     assert pool.run(by_rank, timeout_s=WAIT_S) == [0, 1]
 
 

@@ -80,7 +80,7 @@ def test_rank_0_warns_of_each_once(caplog: pytest.LogCaptureFixture) -> None:
         )
     (record,) = caplog.records
     assert record.getMessage() == (
-        "R2CC_TIMEOUTS_S is no setting of r2ccl and has no effect: did you mean R2CC_TIMEOUT_S?"
+        "R2CC_TIMEOUTS_S is not a setting of r2ccl and has no effect: did you mean R2CC_TIMEOUT_S?"
     )
 
 

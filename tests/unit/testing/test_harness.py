@@ -66,7 +66,7 @@ def test_no_such_rail(r2ccl_ranks, r2ccl_fail_at):
         [
             "*call r2ccl_ranks after*",
             "*1 of 1 expected fault(s)*did not fire*",
-            "*rail 5 does not exist; it must be in 0..1*",
+            "*rail 5 does not exist; allowed is 0 to 1*",
         ]
     )
 
