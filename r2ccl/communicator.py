@@ -1412,10 +1412,12 @@ class Communicator:
         them. It acts as `abort` if any other blocking collective runs in another thread, or if it
         is called by a signal handler that interrupted a blocking call, or by a function of
         `user_op`. A communicator made by `split` and the like is closed alone: `close` waits for
-        the calls and messages of this rank only, and the shared connections stay open. But if these
-        asynchronous calls do not end in time, all communicators are revoked. After `close`, even if
-        it raises, no call writes to an array any more, except a call that cannot be ended, for
-        which an error is logged. While Python ends, as in a ``__del__`` method that runs then,
+        the calls and messages of this rank only, and the shared connections stay open. It does not
+        wait until other ranks receive this rank's messages: a receive that takes a long message
+        later gets a copy over the network, and raises CommunicatorRevoked in shared memory. But if
+        the asynchronous calls do not end in time, all communicators are revoked. After `close`,
+        even if it raises, no call writes to an array any more, except a call that cannot be ended,
+        for which an error is logged. While Python ends, as in a ``__del__`` method that runs then,
         `close` waits for nothing; it logs a warning if other ranks may therefore report this rank
         as lost.
 

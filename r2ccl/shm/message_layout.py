@@ -22,8 +22,11 @@ from r2ccl.types import EnvelopeKind
 
 #: Word that a peer increments to wake the owner.
 BELL = 0
-#: 1 after the owner has dropped its messages: it may change the arrays that it was sending.
+#: Not 0 after the owner has dropped its messages: it may change the arrays that it was sending.
+#: FAILED: the communicator has ended with an error, of which the peers are told. CLOSED: the owner
+#: has closed the communicator; it takes no frame any more, and puts none.
 DROPPED = LINE_NBYTES
+FAILED, CLOSED = 1, 2
 #: Positions for each peer: `PEER_NBYTES` each.
 PEERS = 2 * LINE_NBYTES
 PEER_NBYTES = 2 * LINE_NBYTES
@@ -137,6 +140,8 @@ SENT_ALL, RECEIVED_ALL = 3, 4
 ROOM = 5
 #: A message, or the rest of it, cannot be read from the peer's process; it has to be granted.
 UNREADABLE = 6
+#: The peer has closed the communicator, so that the rest of a message never arrives.
+ABANDONED = 7
 
 # Words of a direct call, see `r2ccl.shm.one_message`. The caller sets the first ten: address of the
 # form of the arrays (0: not compared); receiver (-1: no send), dtype code, tag, bytes, 1 if the

@@ -27,6 +27,7 @@ from r2ccl.shm.message_layout import (
     CLASS_NS,
     CLASS_NWORDS,
     CLASSES,
+    CLOSED,
     DROPPED,
     IDLE,
     IN_ADDRESS,
@@ -148,6 +149,12 @@ def count_read(words: Any, change: Any) -> None:
 
 
 @inlined
+def has_closed(words: Any) -> Any:
+    """Return whether a peer has closed the communicator; its earlier stores are then visible."""
+    return load_acquire(words[PEER_BELL] + (DROPPED - BELL)) == CLOSED
+
+
+@inlined
 def read_piece(state: Any, address: Any, peer: Any, words: Any) -> Any:
     """Read the next piece of the long message that comes from rank `peer`; return an event.
 
@@ -175,6 +182,7 @@ __all__ = [
     "chosen_address",
     "count_read",
     "end_in",
+    "has_closed",
     "read_piece",
     "readable_address",
 ]

@@ -32,6 +32,7 @@ from r2ccl.shm.frames import (
 )
 from r2ccl.shm.layout import BASES, RANK, SLEEP_S, WAITERS, YIELDS
 from r2ccl.shm.message_layout import (
+    ABANDONED,
     DATA_FRAME,
     FRAME,
     FRAME_KIND,
@@ -60,6 +61,7 @@ from r2ccl.shm.message_transfer import (
     begin_in,
     chosen_address,
     end_in,
+    has_closed,
     read_piece,
     readable_address,
 )
@@ -125,6 +127,13 @@ def rest(state: Any, nidle: Any, limit: Any) -> Any:
 
 
 @inlined
+def _is_abandoned(words: Any, is_reading: Any) -> Any:
+    """Return whether a message that is being received from a peer never arrives completely."""
+    # The peer has put all its frames before it closed, so the frames are looked for second.
+    return has_closed(words) and (is_reading or not has_frame(words))
+
+
+@inlined
 def _scan(state: Any, address: Any, table: Any, table_at: Any) -> Any:
     """Move one piece of a long message to and from each peer; return an event.
 
@@ -144,7 +153,11 @@ def _scan(state: Any, address: Any, table: Any, table_at: Any) -> Any:
             event = MOVED
             if words[OUT_LEFT] == 0:
                 found = SENT_ALL
-        if found == IDLE and words[WANTED] > 0 and has_room(table, words, words[WANTED] - 1):
+        if (
+            found == IDLE
+            and words[WANTED] > 0
+            and (has_room(table, words, words[WANTED] - 1) or has_closed(words))
+        ):
             words[WANTED] = 0
             found = ROOM
         is_reading = words[IN_LEFT] > 0 and words[IN_ADDRESS] != 0
@@ -168,6 +181,9 @@ def _scan(state: Any, address: Any, table: Any, table_at: Any) -> Any:
                     stream_fence()
                     end_in(address, words)
                     found = RECEIVED_ALL
+        if found == IDLE and words[IN_LEFT] > 0 and _is_abandoned(words, is_reading):
+            words[IN_LEFT] = 0
+            found = ABANDONED
         if found != IDLE:
             table[PEER] = peer
             table[START] = peer + 1 if peer + 1 < nranks else 0
@@ -229,8 +245,8 @@ def make_put() -> Callable[[int, int, int, int, int, int, int, int, int], int]:
         ``put(state, table, peer, kind, tag, ident, size, source, nbytes)``; see
         `r2ccl.shm.frames.put`. `state` and `table` are addresses. For a REQUEST, `source` is the
         address of the data of the announced message, and `nbytes` is 0. Returns 1 if the frame was
-        put. Returns 0 if the ring has no room; ``pump`` then returns ROOM when it has room for this
-        frame.
+        put, or is not needed because the peer has closed the communicator. Returns 0 if the ring
+        has no room; ``pump`` then returns ROOM when it has room for this frame.
     """
 
     def put_frame(
@@ -239,6 +255,8 @@ def make_put() -> Callable[[int, int, int, int, int, int, int, int, int], int]:
     ) -> Any:  # fmt: skip
         table, words = words_at(table_at), peer_words(table_at, peer)
         if not has_room(table, words, nbytes):
+            if has_closed(words):
+                return 1
             words[WANTED] = nbytes + 1
             return 0
         readable_at = 0

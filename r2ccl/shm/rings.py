@@ -206,8 +206,8 @@ class Rings:
         Returns
         -------
         bool
-            True if the frame was put. False if the ring has no room; `pump` then returns ROOM when
-            it has room for this frame.
+            True if the frame was put, or is not needed because `peer` has closed the communicator.
+            False if the ring has no room; `pump` then returns ROOM when it has room for this frame.
 
         Raises
         ------
@@ -282,18 +282,20 @@ class Rings:
         given = _address(view), len(view), 1, readable_at, is_timed
         self._begin(self.state, self.table, peer, *given)
 
-    def forget(self) -> None:
+    def forget(self, *, is_closing: bool) -> None:
         """Stop moving the data of all long messages, whose memory is then no longer borrowed.
 
         After this method, `pump` returns no ROOM for frames that were refused before. A peer that
-        is still reading a message of this rank never completes its receive.
+        is still receiving a message of this rank never completes its receive; if `is_closing`, its
+        `pump` returns ABANDONED for it. Otherwise the communicator has failed.
         """
         for words in self._words.values():
             words[layout.OUT_LEFT] = words[layout.IN_LEFT] = words[layout.WANTED] = 0
         with self._wakes:
             # A forked process has no messages; its parent has.
             if self._bell and os.getpid() == self._pid:
-                self._own.messages[layout.DROPPED : layout.DROPPED + 8].view(np.int64)[0] = 1
+                dropped = layout.CLOSED if is_closing else layout.FAILED
+                self._own.messages[layout.DROPPED : layout.DROPPED + 8].view(np.int64)[0] = dropped
                 self._ring(self._bell)  # orders this store before later ones of the caller
 
     # Progress

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support import local_message_programs as programs
-from support import punctual
+from support import message_programs, punctual
 from support.jobs import launch, survivors
 from support.reading_programs import needs_reading
 from support.slow import slow_but
@@ -93,6 +93,16 @@ def test_a_forked_child_is_refused() -> None:
 
 def test_closing_waits_for_data_that_moves() -> None:
     assert run(programs.closing_a_child, 2) == [[True]] * 2
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_a_close_by_the_sender_ends_a_receive_at_once(is_awaited: bool) -> None:
+    said = (
+        "rank 1: rank 0 closed the communicator before its message with tag 0 was received: wait "
+        "for all sends before close()"
+    )
+    found = run(message_programs.closed_by_the_sender, 2, is_awaited)
+    assert found == ["", "1 to 1" if is_awaited else said]
 
 
 @needs_reading

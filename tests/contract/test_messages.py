@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+from support import local_message_programs
 from support import message_programs as programs
 from support.jobs import launch
 from support.slow import slow_but
@@ -84,6 +85,17 @@ def test_messages_wait_for_no_receive_of_an_idle_rank() -> None:
 
 def test_messages_that_nobody_receives_do_not_delay_the_end() -> None:
     assert launch(programs.never_received, 2, timeout_s=TIMEOUT_S) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_a_message_whose_sender_closes_is_received_unchanged(is_awaited: bool) -> None:
+    run = functools.partial(programs.closed_by_the_sender, is_awaited)
+    assert launch(run, 2, timeout_s=TIMEOUT_S) == ["", "1 to 1"]
+
+
+def test_a_close_in_another_thread_tears_no_message_on_links() -> None:
+    run = functools.partial(local_message_programs.closing_children_in_threads, 6, 5)
+    assert launch(run, 2, timeout_s=TIMEOUT_S) == [[], []]
 
 
 def test_a_refused_message_goes_to_the_next_receive() -> None:

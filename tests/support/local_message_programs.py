@@ -372,9 +372,11 @@ def closing_a_child() -> list[bool]:
 
 
 def _read_all(comm: Communicator) -> None:
-    """Let this rank read all messages that may be read, apart from rare trials."""
-    rings = comm._engine.messenger.way.driver.rings
-    for words in rings._words.values():
+    """Let this rank read all messages that may be read, apart from rare trials; none over links."""
+    way = comm._engine.messenger.way
+    if not isinstance(way, LocalMessages):
+        return
+    for words in way.driver.rings._words.values():
         classes = words[layout.CLASSES :].reshape(layout.NCLASSES, layout.CLASS_NWORDS)
         classes[:, layout.CLASS_NMESSAGES] = 1 << 20
         classes[:, layout.CLASS_NS :] = 1 << 40, 1

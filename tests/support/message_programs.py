@@ -14,7 +14,7 @@ from support.raising import raises
 
 import r2ccl
 from r2ccl import Communicator, Message
-from r2ccl.errors import R2cclError
+from r2ccl.errors import CommunicatorRevoked, R2cclError
 from r2ccl.runtime.messages.network import NetworkMessages
 from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.types import MOST_UNTAKEN, MOST_UNTAKEN_ON_LINKS
@@ -424,3 +424,37 @@ def closed_in_a_handler(has_others: bool) -> list[str]:
         found.append(type(exc).__name__)
     comm.abort()
     return found
+
+
+def closed_by_the_sender(is_awaited: bool) -> str:
+    """Receive a long message on a communicator that its sender closes; tell what was received.
+
+    If `is_awaited`, the receive is posted before the message is sent. The sender changes its array
+    after the close.
+    """
+    with r2ccl.init() as comm:
+        child, count = comm.dup(), 4_000_000
+        if comm.rank == 0:
+            comm.recv(np.empty(1), 1)
+            x = np.ones(count)
+            sent = child.send(x, 1, async_op=True)
+            while is_awaited and child._engine.messenger.way.driver._announced:
+                sent.is_done()
+            child.close()
+            x[:] = 2
+            comm.send(np.empty(1), 1)
+            return ""
+        out = np.zeros(count)
+        receive = child.recv(out, 0, async_op=True) if is_awaited else None
+        comm.send(np.empty(1), 0)
+        if receive is None:
+            child.probe(0)
+            comm.recv(np.empty(1), 0)
+            receive = child.recv(out, 0, async_op=True)
+        try:
+            receive.wait()
+        except CommunicatorRevoked as exc:
+            return str(exc)
+        finally:
+            child.close()
+        return f"{out.min():g} to {out.max():g}"

@@ -183,7 +183,8 @@ class MessageDriver(MessageProtocol):
         #: First channel of data.
         self.data_channel = self.channel + nhomes
         self._next_ident = 0
-        self._nreceiving = 0
+        #: Number of receives and of sends whose data is moving.
+        self._nreceiving = self._nsending = 0
         #: Envelopes that wait for a free slot, by peer in the job.
         self._envelopes: dict[
             int, deque[tuple[memoryview, SendRequest | ReceiveRequest | None]]
@@ -222,8 +223,13 @@ class MessageDriver(MessageProtocol):
 
     @property
     def nmoving(self) -> int:
-        """Number of receives whose data is arriving."""
-        return self._nreceiving
+        """Number of messages that receives have taken and whose data is arriving or leaving."""
+        return self._nreceiving + self._nsending
+
+    def release_announced(self) -> None:
+        """Copy the data of announced messages: they may be granted until all ranks have closed."""
+        for request in self._announced.values():
+            request.view = memoryview(bytearray(request.view))
 
     def _new_send(self, peer: int, view: memoryview) -> SendRequest:
         self._next_ident += 1
@@ -507,6 +513,7 @@ class MessageDriver(MessageProtocol):
 
     def note_sent(self, peer: int) -> None:
         """Record that a granted message to `peer`, a rank of the job, is sent and released."""
+        self._nsending -= 1
         self._note_busy(self._rank_of[peer], -1)
 
     def _note_busy(self, peer: int, change: int) -> None:
@@ -571,7 +578,9 @@ class MessageDriver(MessageProtocol):
                 queue.append((request, piece))
                 request.nleft += 1
             at += length
-        if not request.nleft:  # an empty message has no slices
+        if request.nleft:
+            self._nsending += 1
+        else:  # an empty message has no slices
             request.is_done = True
             self._note_busy(to, -1)
         self.advance()

@@ -468,7 +468,7 @@ class LocalMessages:
             try:
                 if self._turn.is_repeating and self._turn.is_mine:
                     self._turn.is_repeating = False  # taken by compiled code in this thread
-                if not self._forget(_LAST_TURN_S):
+                if not self._forget(_LAST_TURN_S, is_closing=False):
                     _log.warning(
                         "rank %d: a thread still moves messages %g s after an error and may read "
                         "or write the arrays that were passed to send and recv: do not use these "
@@ -481,14 +481,14 @@ class LocalMessages:
                 _log.debug("rank %d: Ctrl-C while a message ends", self._loop.rank)
         return error
 
-    def _forget(self, timeout_s: float) -> bool:
-        """Drop all messages.
+    def _forget(self, timeout_s: float, *, is_closing: bool) -> bool:
+        """Drop all messages; see `LocalDriver.forget`.
 
         Return False, and drop none, if another thread does not end its turn within `timeout_s`.
         """
 
         def forget() -> bool:
-            self.driver.forget()
+            self.driver.forget(is_closing=is_closing)
             return True
 
         return bool(self._in_turn(forget, timeout_s))
@@ -509,7 +509,7 @@ class LocalMessages:
         Return False if another thread does not end its turn within `timeout_s`; then call again.
         """
         self._has_ended = True
-        if not self._forget(timeout_s):
+        if not self._forget(timeout_s, is_closing=self._engine.error is None):
             return False
         self._loop.pollers.remove(self.poll)
         self._engine.unwatch_end(self.end)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from r2ccl.dtypes import dtype_of
-from r2ccl.errors import InternalError
+from r2ccl.errors import CommunicatorRevoked, InternalError
 from r2ccl.runtime.messages.matching import ANY, Envelope, Message
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
 from r2ccl.shm import message_layout as layout
@@ -112,6 +112,9 @@ class LocalDriver(MessageProtocol):
         super().withdraw()
         self.advance(False)
 
+    def release_announced(self) -> None:
+        """Do nothing: `forget` follows."""
+
     def has_ring(self, peer: int) -> bool:
         """Return whether there is a ring to `peer`; False for this rank and for `ANY`."""
         return peer not in (ANY, self._rank)
@@ -120,14 +123,15 @@ class LocalDriver(MessageProtocol):
         """Return whether a message of `nbytes` is short: small enough to travel in its envelope."""
         return nbytes <= self._eager_nbytes and self.rings.fits(nbytes)
 
-    def forget(self) -> None:
-        """Drop all messages.
+    def forget(self, *, is_closing: bool) -> None:
+        """Drop all messages: the communicator is closed, or else has failed.
 
         Afterwards, this rank neither reads nor writes the memory of a message, and no peer
-        completes a receive that reads it. `advance` does nothing then.
+        completes a receive that reads it. If `is_closing`, such a receive ends with an error.
+        `advance` does nothing then.
         """
         self._has_forgotten = True
-        self.rings.forget()
+        self.rings.forget(is_closing=is_closing)
         for each in (self._queues, self._outgoing, self._incoming, self._announced):
             each.clear()
         self.matching.clear()
@@ -183,11 +187,24 @@ class LocalDriver(MessageProtocol):
                 self._tell(request, envelope)
                 return
             self._nmoving -= 1
-            if event == layout.UNREADABLE:
+            if event == layout.ABANDONED:
+                self._abandon(request, envelope, is_reading=readable_at != 0)
+            elif event == layout.UNREADABLE:
                 # The data of messages granted meanwhile comes first, so this one goes to the end.
                 self._grant(request, envelope, ends_reading=True)
             else:
                 request.is_done = True
+
+    def _abandon(self, request: ReceiveRequest, envelope: Envelope, *, is_reading: bool) -> None:
+        """End a receive whose sender has closed the communicator."""
+        if is_reading:
+            self.rings.count_read(envelope.source, -1)
+        own, source = self._members[self._rank], self._members[envelope.source]
+        request.error = CommunicatorRevoked(
+            f"rank {own}: rank {source} closed the communicator before its message with tag "
+            f"{envelope.tag} was received: wait for all sends before close()"
+        )
+        request.is_done = True
 
     def _send_next(self, peer: int) -> None:
         if self._outgoing[peer]:

@@ -369,24 +369,26 @@ class Messenger(MessageCaller):
         self.way: Way = self._network
         self._refusal: Callable[[], R2cclError] | None = None
         self._local: LocalMessages | None = None
+        #: True if no peer uses the arrays of messages any more.
+        self._has_finished = False
         loop.callers.append(self)
 
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
         """End the waits for messages and refuse all later calls, each with an error ``refusal()``.
 
-        In shared memory, the wait for a send, or for a message that a receive has taken, ends only
-        with the message, with the communicator, or with `free_memory`: until then, a peer may use
-        its array. Any thread may call this method.
+        The wait for a send, or for a message that a receive has taken, ends only with the message,
+        with the communicator, or with `finish` and, in shared memory, `free_memory`: until then, a
+        peer may use its array. Any thread may call this method.
         """
         self._refusal = refusal
 
     @property
     def _is_over(self) -> bool:
-        """True if calls are refused, and no peer uses the arrays of messages in shared memory.
+        """True if calls are refused, and no peer uses the arrays of messages.
 
         Also True if calls are refused while Python ends: nothing frees the memory then.
         """
-        is_free = self._local is None or sys.is_finalizing()
+        is_free = self._has_finished or sys.is_finalizing()
         return self._refusal is not None and is_free
 
     @property
@@ -421,7 +423,7 @@ class Messenger(MessageCaller):
         Return False if a call still uses the shared memory after `timeout_s`; then call again.
         """
         if self._local is None or self._local.close(timeout_s):
-            self._local, self.way = None, self._network
+            self._local, self.way, self._has_finished = None, self._network, True
             return True
         return False
 
@@ -450,10 +452,14 @@ class Messenger(MessageCaller):
             # if it does not count here, `withdraw` handles the answer.
             nbefore = driver.nmoving
             driver.withdraw()
-            return not (nbefore or driver.nmoving)
+            if nbefore or driver.nmoving:
+                return False
+            driver.release_announced()
+            return True
 
         doing = "close(), before the data of all messages has arrived"
         self._wait(is_done, ANY, doing, "message", self._timeout_s)
+        self._has_finished = self._local is None
 
     def close(self) -> None:
         """Stop handling messages; called by the owner of the data loop."""

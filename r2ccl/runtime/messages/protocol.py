@@ -143,6 +143,13 @@ class MessageProtocol(ABC):
         """Withdraw all receives that have taken no message; their requests do not become done."""
         self.matching.forget_takers()
 
+    @abstractmethod
+    def release_announced(self) -> None:
+        """Use the arrays of announced messages no more; the communicator is being closed.
+
+        A receive that takes such a message later gets a copy or, in shared memory, an error.
+        """
+
     def probe(self, source: int, tag: int) -> Message | None:
         """Return the message that a receive with `source` and `tag` would take now, or None."""
         found = self.matching.find(ReceiveRequest(memoryview(b""), 0, source, tag))
@@ -151,10 +158,7 @@ class MessageProtocol(ABC):
     @property
     @abstractmethod
     def nmoving(self) -> int:
-        """Number of messages that receives have taken and whose data is arriving.
-
-        In shared memory, also those whose data is leaving.
-        """
+        """Number of messages that receives have taken and whose data is arriving or leaving."""
 
     # Envelopes
 

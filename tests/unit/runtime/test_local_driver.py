@@ -9,7 +9,7 @@ import pytest
 from support.reading_programs import needs_reading
 from support.ringpairs import joined
 
-from r2ccl.errors import InternalError
+from r2ccl.errors import CommunicatorRevoked, InternalError
 from r2ccl.kernels.arrays import DATA
 from r2ccl.runtime.messages.local_driver import LocalDriver
 from r2ccl.runtime.messages.matching import ANY, Message
@@ -268,8 +268,29 @@ def test_a_forgotten_message_is_not_written():
         receiver.receive(_bytes(out), _F64, 0, 0)
         receiver.advance(False)
         sender.advance(False)
-        receiver.forget()
+        receiver.forget(is_closing=False)
         assert receiver.is_quiet
         _advance(sender, receiver)
         assert not out.any()
         assert receiver.nmoving == 0
+
+
+@pytest.mark.parametrize("is_granted", [False, True])
+def test_a_receive_ends_if_its_sender_closes(is_granted: bool):
+    with _drivers() as (sender, receiver):
+        out = np.zeros(100_000)
+        sender.send(_bytes(np.ones(100_000)), _F64, 1, 3)
+        if is_granted:
+            request = receiver.receive(_bytes(out), _F64, 0, 3)
+            receiver.advance(False)
+        sender.forget(is_closing=True)
+        if not is_granted:
+            request = receiver.receive(_bytes(out), _F64, 0, 3)
+        _advance(receiver)
+        assert request.is_done
+        assert receiver.nmoving == 0
+        assert isinstance(request.error, CommunicatorRevoked)
+        assert str(request.error) == (
+            "rank 11: rank 10 closed the communicator before its message with tag 3 was received: "
+            "wait for all sends before close()"
+        )

@@ -20,7 +20,7 @@ def _messages(errors: list[BaseException]) -> LocalMessages:
     loop: Any = SimpleNamespace(rank=3, pollers=[])
     driver: Any = SimpleNamespace(
         rings=SimpleNamespace(direct=print, state=0, table=0), advance=lambda waits: None,
-        forget=lambda: None, has_work=False, is_quiet=True,
+        forget=lambda **_: None, has_work=False, is_quiet=True,
     )  # fmt: skip
     caller: Any = SimpleNamespace(check=lambda: None)
     return LocalMessages(caller, loop, driver, engine)
@@ -47,7 +47,7 @@ def test_a_thread_that_keeps_its_turn_after_an_error_is_logged(
         lambda messages: messages.own(lambda: None, is_step=True),
         lambda messages: messages._step(lambda: True),
         lambda messages: messages.poll(),
-        lambda messages: messages._forget(1.0),
+        lambda messages: messages._forget(1.0, is_closing=False),
     ],
     ids=["own", "step", "poll", "forget"],
 )

@@ -123,7 +123,7 @@ def test_a_message_that_its_sender_dropped_does_not_arrive():
     with joined(2, can_read=True) as (sender, receiver):
         x, out = np.ones(20_000), np.zeros(20_000)
         assert _run(sender, _prepare(sender, 1, x), x) == OPEN
-        sender.forget()
+        sender.forget(is_closing=False)
         x[:] = 2
         _read_next(receiver, 1)
         call = _prepare(receiver, 0, out=out)

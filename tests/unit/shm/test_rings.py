@@ -13,6 +13,7 @@ from support.ringpairs import joined
 
 from r2ccl.shm.layout import SLEEP_NS, WAITERS
 from r2ccl.shm.message_layout import (
+    ABANDONED,
     DATA_FRAME,
     FRAME,
     FRAME_NBYTES,
@@ -116,7 +117,7 @@ def test_a_forgotten_message_does_not_move():
         sender.allocate(1)
         sender.send_data(1, memoryview(source))
         receiver.receive_data(0, memoryview(target))
-        receiver.forget()
+        receiver.forget(is_closing=False)
         while sender.pump(False) != SENT_ALL:
             pass
         assert receiver.pump(False) == FRAME  # data of no message: the driver refuses it
@@ -174,12 +175,45 @@ def test_a_message_that_its_sender_dropped_does_not_arrive():
     source, target = np.ones(100_000, np.uint8), bytearray(100_000)
     with joined(2, can_read=True) as (sender, receiver):
         readable_at = _announce(sender, receiver, source)
-        sender.forget()
+        sender.forget(is_closing=False)
         source[:] = 2
         receiver.receive_data(0, memoryview(target), readable_at)
         assert receiver.pump(False) == IDLE
-        receiver.forget()
+        receiver.forget(is_closing=False)
         assert receiver.pump(False) == IDLE
+
+
+@needs_reading
+def test_a_message_whose_sender_has_closed_is_abandoned():
+    source, target = np.ones(100_000, np.uint8), bytearray(100_000)
+    with joined(2, can_read=True) as (sender, receiver):
+        readable_at = _announce(sender, receiver, source)
+        sender.forget(is_closing=True)
+        receiver.receive_data(0, memoryview(target), readable_at)
+        assert (receiver.pump(False), receiver.peer) == (ABANDONED, 0)
+        assert receiver.pump(False) == IDLE
+
+
+def test_data_sent_before_a_close_arrives_and_no_more():
+    target = bytearray(1000)
+    with joined(2) as (sender, receiver):
+        sender.allocate(1)
+        sender.send_data(1, memoryview(bytes(range(100))))
+        assert sender.pump(False) == SENT_ALL
+        sender.forget(is_closing=True)
+        receiver.receive_data(0, memoryview(target))
+        assert receiver.pump(False) == ABANDONED
+        assert target[:100] == bytes(range(100))
+
+
+def test_a_full_ring_to_a_closed_rank_refuses_no_frame():
+    with joined(2) as (sender, receiver):
+        while sender.put(1, 1, 0, 0, 0, 1000, bytes(1000)):
+            pass
+        assert sender.pump(False) == IDLE
+        receiver.forget(is_closing=True)
+        assert sender.pump(False) == ROOM
+        assert sender.put(1, 1, 0, 0, 0, 1000, bytes(1000))
 
 
 def test_a_rank_knows_how_many_of_its_messages_are_read():
