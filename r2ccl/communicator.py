@@ -886,8 +886,8 @@ class Communicator:
         """Collect the collectives and messages of a ``with`` block; run them together at its end.
 
         All ranks must open groups with the same collectives, in the same order. Allreduces of at
-        most 256 KiB each in host memory, with the same dtype and operation, run together as one
-        allreduce of at most 4 MiB, except those with a `ConvertedOp`. Messages begin before the
+        most 256 KiB each in host memory, with the same dtype and operation, are joined into
+        allreduces of at most 4 MiB, except those with a `ConvertedOp`. Messages begin before the
         collectives, so that no order of `send` and `recv` in the block can deadlock. The arrays of
         the calls must not be modified within the block, and no call may use the result of another.
         After the block, results in host memory are complete; work that is then enqueued on the
@@ -1164,10 +1164,10 @@ class Communicator:
             If `color` or `key` is not an integer of 64 bits, `timeout_s` is not a number above 0
             and below 1e9, or a rank has too many communicators open.
         TransportTimeout
-            Also if no communicator could be made within ``R2CC_TIMEOUT_S``, because other threads
-            were making communicators, or because a rank had no room for another one, and other
-            ranks had not yet closed the communicators that it has closed. This communicator stays
-            usable.
+            Also if no communicator could be made within the timeout of this communicator, because
+            a rank called late, because other threads were making communicators, or because a rank
+            had no room for another one, and other ranks had not yet closed the communicators that
+            it had closed. This communicator stays usable.
 
         Notes
         -----
@@ -1239,7 +1239,10 @@ class Communicator:
         )
 
     def _made_of(self, part: splitting.Part, config: Config) -> Communicator:
-        """Return the communicator for `part`, on which the ranks have agreed."""
+        """Make the communicator for `part`, on which its ranks have agreed, and share memory.
+
+        *Collective*: all ranks of the new communicator.
+        """
         made = Communicator(
             self._job,
             self._engine.derived(part.context, config),

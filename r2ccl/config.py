@@ -56,8 +56,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Maximum slice size of an op that is sent eagerly: its slices are copied, and sent without
     #: clear-to-send. Also the maximum size of a short message, which does not wait for its receive.
     eager_nbytes: int = 64 << 10
-    #: Maximum number of unconfirmed eager slices of a link; four times as many if a call of the
-    #: compiled loop copies so little that they need at most 256 KiB.
+    #: Maximum number of unconfirmed eager slices of a link. Small calls in compiled code may have
+    #: up to four times as many, limited so that the memory of that many calls is at most 256 KiB.
     eager_slots: int = 16
     #: Maximum size of the slices that ops are cut into: the units of pipelining, confirmation and
     #: replay.

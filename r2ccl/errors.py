@@ -251,12 +251,14 @@ class CommunicatorRevoked(R2cclError):
 
 
 class ConcurrentCalls(R2cclError):
-    """Blocking call made while another one is in progress.
+    """Call made while another call is in progress that excludes it.
 
-    The two calls are collectives of one communicator in different threads, or calls of one
+    The two calls are blocking collectives of one communicator in different threads, or calls of one
     `LaunchPool`; or the later call is made within the earlier one, by a signal handler or by a
-    function of `user_op`. The later call is rejected before it starts; the earlier one continues.
-    While asynchronous collectives are running, blocking collectives are queued instead.
+    function of `user_op`. Or both are collectives on device memory, blocking or asynchronous, and
+    one thread is just starting the earlier one. The later call is rejected before it starts; the
+    earlier one continues. Blocking collectives in different threads are queued instead while
+    asynchronous ones are running.
     """
 
 

@@ -263,7 +263,7 @@ def _open_transport(
 ) -> tuple[Transport, PxnTransport | None]:
     """Open the TCP transport and, if every rank has RDMA ports, the verbs transport beside it.
 
-    Returns the transport to use, and the part of it that can use PXN routes, which pass through the
+    Return the transport to use, and the part of it that can use PXN routes, which pass through the
     memory of other GPUs. The part is None if RDMA is not used or the CUDA bindings are missing.
     """
     tcp = TcpTransport(

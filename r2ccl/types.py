@@ -43,11 +43,12 @@ class EnvelopeKind(enum.IntEnum):
     """Kinds of the frames by which a message is sent, and their numbers on the wire.
 
     MESSAGE contains a short message. REQUEST announces any other message: a long one, a synchronous
-    one, or a short one that would exceed `MOST_UNTAKEN` (`MOST_UNTAKEN_ON_LINKS`). GRANT, READ or
-    REFUSE answers a REQUEST. After a GRANT, the data follows as DATA in shared memory, or as slices
-    of links. READ, only in shared memory, says that the receiver has read all data from the
-    sender's process. On links, every envelope also reports how many bytes of the
-    peer's short messages this rank's receives have taken; TAKEN contains only this report.
+    one, or a short one that would exceed `MOST_UNTAKEN` in shared memory, or
+    `MOST_UNTAKEN_ON_LINKS` over links. GRANT, READ or REFUSE answers a REQUEST. After a GRANT, the
+    data follows as DATA in shared memory, or as slices of links. READ, only in shared memory, says
+    that the receiver has read all data from the sender's process. On links, every envelope also
+    reports how many bytes of the peer's short messages this rank's receives have taken; TAKEN
+    contains only this report.
     """
 
     MESSAGE = 1

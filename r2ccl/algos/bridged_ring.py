@@ -1,10 +1,10 @@
-"""Bridged ring: ring allreduce in a rank order in which all neighbours share a rail.
+"""Bridged ring: ring allreduce in a rank order in which all neighbors share a rail.
 
 If rails are separate networks, two nodes that have lost different rails may have no rail in common.
-A ring is still possible in an order in which no two such nodes are neighbours.
+A ring is still possible in an order in which no two such nodes are neighbors.
 
-The order is found by repeated reversals. A gap in the ring is a pair of neighbours a, b that share
-no rail. While the ring has a gap, find neighbours c, d further along the ring such that a shares a
+The order is found by repeated reversals. A gap in the ring is a pair of neighbors a, b that share
+no rail. While the ring has a gap, find neighbors c, d further along the ring such that a shares a
 rail with c, and b with d, and reverse the piece from b to c. Each reversal closes a gap and opens
 none, so the procedure ends. Such a pair c, d always exists under Ore's condition: for any two nodes
 without a common rail, the numbers of nodes with which they share a rail add up to at least the
@@ -33,14 +33,14 @@ from r2ccl.schedule.ir import Schedule
 
 
 def allreduce(nranks: int, nchannels: int, reach: Reach) -> Schedule:
-    """Build a ring allreduce in which all neighbours share a rail.
+    """Build a ring allreduce in which all neighbors share a rail.
 
     Parameters
     ----------
     nranks, nchannels : int
         As for `ring.allreduce`.
     reach : callable
-        ``reach(a, b)`` returns True if ranks a and b can be neighbours. It must be symmetric.
+        ``reach(a, b)`` returns True if ranks a and b can be neighbors. It must be symmetric.
 
     Raises
     ------
@@ -53,13 +53,13 @@ def allreduce(nranks: int, nchannels: int, reach: Reach) -> Schedule:
 
 
 def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
-    """Return `order` rearranged so that all neighbours in the ring reach each other.
+    """Return `order` rearranged so that all neighbors in the ring reach each other.
 
     Parameters
     ----------
     order : sequence of int
-        Nodes in ring order. The first node stays first; if all neighbours reach each other already,
-        the order stays the same.
+        Nodes in ring order. The first node is also the first of the result. If all neighbors reach
+        each other already, the result is `order`.
     reach : callable
         As for `allreduce`.
 
@@ -70,7 +70,7 @@ def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
 
     Notes
     -----
-    *Cost*: for each pair of neighbours in `order` that do not reach each other, usually about 3n
+    *Cost*: for each pair of neighbors in `order` that do not reach each other, usually about 3n
     calls of `reach` for n nodes, and at most about 2n^2.
     """
     found = tuple(order)

@@ -105,8 +105,8 @@ def wrap(
 def _cost(inner: Schedule, teams: Sequence[tuple[int, ...]], carried: Carried) -> Cost:
     """Return the cost of the hierarchical schedule, as `measure` does, without generating the ops.
 
-    There are at least two nodes, all with equally many ranks, and all channels have equally many
-    chunks.
+    There must be at least two nodes. All nodes must have equally many ranks, and all channels
+    equally many chunks.
     """
     size, total = len(teams[0]), sum(inner.weights)
     # A leader exchanges the data of its channels with all other members, a member with its leader.

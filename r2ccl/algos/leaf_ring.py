@@ -32,7 +32,7 @@ dependent messages, but at least 2 if there is a leaf, and at least 4 if one rel
 segment adds up to 2(h - 2), or less than 1 on average if h is 1 or 2. Bytes on the wire: as above.
 
 Use it for large messages with few stragglers among many ranks. Every leaf must share a rail with
-every core rank, and every core rank with both of its neighbours in the ring.
+every core rank, and every core rank with both of its neighbors in the ring.
 
 The owner of a section reduces all contributions of leaves in a fixed order, independent of timing.
 
@@ -187,7 +187,7 @@ def _core_ops(seat: Seat, leaves: Sequence[int], segments: Sequence[_Segment]) -
 
 
 def _reduce(program: ProgramBuilder, seat: Seat, segment: _Segment, *, is_final: bool) -> None:
-    """Add the reduce-scatter of a segment; the first sends go to relays, not to the neighbour."""
+    """Add the reduce-scatter of a segment; the first sends go to relays, not to the neighbor."""
     chunks, relays = segment.chunks, segment.relays
     for step in range(seat.size - 1):
         if step < len(relays):
@@ -199,7 +199,7 @@ def _reduce(program: ProgramBuilder, seat: Seat, segment: _Segment, *, is_final:
 
 
 def _hand_around(program: ProgramBuilder, seat: Seat, segment: _Segment) -> None:
-    """Add the allgather of a segment; the last receives are from relays, not the neighbour."""
+    """Add the allgather of a segment; the last receives are from relays, not the neighbor."""
     chunks, relays = segment.chunks, segment.relays
     for step in range(seat.size - 1):
         left = seat.size - 2 - step

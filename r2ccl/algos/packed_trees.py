@@ -50,7 +50,7 @@ def allreduce(bandwidths: Sequence[int], ntrees: int, reach: Reach | None = None
     ntrees : int
         Number of trees, one per channel. More trees come closer to the optimal mean degrees.
     reach : callable, optional
-        ``reach(a, b)`` returns True if nodes a and b can be neighbours. Default: all can.
+        ``reach(a, b)`` returns True if nodes a and b can be neighbors. Default: all can.
 
     Raises
     ------

@@ -55,8 +55,8 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
     list of PortTree
         Trees that each carry an equal part of the data. The time of a packing is that of its
         busiest port: the port's number of edges divided by its bandwidth and by the number of
-        trees. Of the packings found whose time is within 1 % of the best, the result has the fewest
-        trees.
+        trees. The result has the fewest trees among the packings found whose time is within 1 % of
+        the best.
 
     Raises
     ------

@@ -87,7 +87,7 @@ def allreduce(
 
 
 def split(nranks: int, lost: Fraction, nchunks: int) -> Fraction:
-    """Return the share Y that minimises the time of the model in the module docstring.
+    """Return the share Y that minimizes the time of the model in the module docstring.
 
     Parameters
     ----------

@@ -32,7 +32,7 @@ from r2ccl.schedule.ir import Cost, Op, Schedule, Space
 
 
 class Seat(NamedTuple):
-    """Position of a rank in a ring (from 0), the ring's size, and the rank's two neighbours."""
+    """Position of a rank in a ring (from 0), the ring's size, and the rank's two neighbors."""
 
     place: int
     size: int
@@ -90,7 +90,7 @@ def allgather(
 
 
 def seat_of(order: Sequence[int], rank: int) -> Seat:
-    """Return the position and the neighbours of `rank` in the ring `order`."""
+    """Return the position and the neighbors of `rank` in the ring `order`."""
     place = order.index(rank)
     return Seat(place, len(order), order[place - 1], order[(place + 1) % len(order)])
 

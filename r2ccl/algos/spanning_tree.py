@@ -1,16 +1,16 @@
 """Collectives over one spanning tree, for networks in which some pairs of ranks share no rail.
 
-A tree needs only n - 1 pairs of neighbours. One exists whenever every two ranks are connected,
+A tree needs only n - 1 pairs of neighbors. One exists whenever every two ranks are connected,
 directly or through other ranks. `span` finds a flat tree. `r2ccl.algos.tree` has allreduce,
 broadcast and reduce over a tree; this module has allgather and reduce-scatter.
 
-In the allgather every rank forwards each chunk to all neighbours except the sender. In the
+In the allgather every rank forwards each chunk to all neighbors except the sender. In the
 reduce-scatter chunk r is reduced on its way to rank r.
 
 Steps: the diameter of the tree. Bytes on the wire: an edge that separates k of the n ranks from the
 others carries k/n of the data in one direction and (n - k)/n in the other.
 
-Use these collectives only if no ring is possible in which all neighbours share a rail.
+Use these collectives only if no ring is possible in which all neighbors share a rail.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def reduce_scatter(parents: Sequence[int], nchannels: int = 1) -> Schedule:
 
 
 class _Ways:
-    """Neighbours of every rank in a tree, and the next hop between every pair of ranks."""
+    """Neighbors of every rank in a tree, and the next hop between every pair of ranks."""
 
     def __init__(self, parents: Sequence[int]) -> None:
         tree = grow(parents)
@@ -118,7 +118,7 @@ class _Ways:
             for rank, parent in enumerate(parents)
         ]
         ranks = range(len(parents))
-        #: ``distance[a][b]`` is in edges; ``towards[a][b]`` is the neighbour of `a` towards `b`.
+        #: ``distance[a][b]`` is in edges; ``towards[a][b]`` is the neighbor of `a` towards `b`.
         self.distance = [self._distances(rank) for rank in ranks]
         self.towards = [
             [

@@ -16,8 +16,9 @@ from r2ccl.types import BypassWay
 class Post(Protocol):
     """Sender of control messages to other ranks.
 
-    `peer` must be another rank, and the message must be of a registered type and not too long.
-    `ControlPlane` raises InvalidArgument otherwise; other implementations need not check.
+    `peer` must be another rank. The message must be of a registered type, and its encoded form must
+    have at most `r2ccl.bootstrap.messages.MAX_MESSAGE_NBYTES` bytes. Otherwise `ControlPlane`
+    raises InvalidArgument; other implementations need not check.
 
     Attributes
     ----------
@@ -53,9 +54,9 @@ class ControlPort(Post, Protocol):
     """Sender of control messages that also opens sessions and connects paths.
 
     Each new connection of a path is passed to `ControlHandler.on_path`. `peer` must be another
-    rank. `rail` must be the number of a rail; only `accept_path` and `cancel_path` also take rail
-    `BYPASS`. Otherwise `ControlPlane` raises InvalidArgument, except in `obstacles`; other
-    implementations need not check.
+    rank. `rail` must be the number of a TCP rail, since the transport itself connects RDMA rails;
+    only `accept_path` and `cancel_path` also take rail `BYPASS`. Otherwise `ControlPlane` raises
+    InvalidArgument, except in `obstacles`; other implementations need not check.
     """
 
     def open_session(self, peer: int) -> None:

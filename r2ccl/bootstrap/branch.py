@@ -108,9 +108,10 @@ class Branch:
         Raises
         ------
         InvalidArgument
-            If rank 0 reports that the rendezvous failed, or a message cannot be decoded.
+            If rank 0 or the parent reports that the rendezvous failed, or sends a message that
+            cannot be decoded or is not expected.
         TransportTimeout
-            If rank 0 reports that ranks or addresses did not arrive in time.
+            If rank 0 or the parent reports that ranks or addresses did not arrive in time.
         PeerLost
             If rank 0 or the parent is lost, or one of them reports that another rank exited.
         """

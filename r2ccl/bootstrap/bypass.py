@@ -58,7 +58,8 @@ async def first_of(attempts: Sequence[Attempt], stagger_s: float = STAGGER_S) ->
     Raises
     ------
     OSError
-        If all attempts fail, or there are none; the message has their number and the last error.
+        If all attempts fail, or there are none. The message gives the number of attempts and the
+        last error.
     """
     waiting = list(reversed(attempts))
     running: set[asyncio.Task[socket.socket]] = set()

@@ -5,8 +5,8 @@ the ranks that it exchanges data with. Messages to other ranks pass through neig
 
 A rank that is busy in user code must still answer its peers, so the control thread always runs.
 The data plane calls the methods of `ControlPlane`; the control plane calls the methods of its
-`ControlHandler`, in the control thread. The meaning of messages and the use of sockets is up to the
-data plane.
+`ControlHandler`, in the control thread. The control plane does not interpret the messages of the
+data plane, and does not use the sockets that it hands over.
 
 Invariants: until one of two ranks is lost or leaves, each message over their session is delivered
 exactly once and in order, even if connections fail; a socket is handed over only after both ends
@@ -62,9 +62,9 @@ class ControlHandler(Protocol):
     def on_message(self, peer: int, message: object) -> None:
         """Handle a message from `peer`.
 
-        Over a session, each message arrives exactly once, in the order sent; else at most once.
-        `message` has one of the registered types, or is `Goodbye` when a peer that this rank has a
-        session with closes normally.
+        Over a session, each message arrives exactly once, in the order sent. A message that passes
+        through other ranks arrives at most once. `message` has one of the registered types, or is
+        `Goodbye` when a peer that this rank has a session with closes normally.
         """
 
     def on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
@@ -104,7 +104,7 @@ class ControlPlane:
     methods except `close` return without blocking and, unless they say otherwise, may be called
     from any thread. Requests before `start` take effect at `start`. The callbacks that methods take
     (`on_failed`, `fn`) run in the control thread. Except `obstacles`, methods raise InvalidArgument
-    if `peer` is not another rank, or `rail` is not the number of a rail; only `accept_path` and
+    if `peer` is not another rank, or `rail` is not the number of a TCP rail; only `accept_path` and
     `cancel_path` also take rail `BYPASS`. Methods that take a message raise InvalidArgument if
     `Codec.encode` refuses it: its type was not registered, or it is too long.
 
@@ -120,7 +120,8 @@ class ControlPlane:
     peers : tuple of PeerInfo
         One entry per rank, including this one.
     nics : tuple of Nic
-        This rank's rails: ``nics[i]`` is the local end of rail i.
+        This rank's NICs of the TCP rails: ``nics[i]`` is the local end of rail i. RDMA rails, which
+        the transport connects, have higher numbers.
     listeners : sequence of socket.socket
         Listener of rail i at index i, then the control listeners. Owned.
     probe_sockets : sequence of socket.socket
@@ -146,16 +147,16 @@ class ControlPlane:
     is_on_one_host : bool
         True if all ranks have equal `PeerInfo.host`, and thus share one network stack.
     is_loopback : bool
-        True if all rails are loopback. Equal on all ranks.
+        True if there are no RDMA rails, and all TCP rails are loopback. Equal on all ranks.
     nwires : int
         Number of rails whose bandwidths add up; equal on all ranks. With RDMA, the number of RDMA
         ports. Without RDMA, 1 if all rails are loopback, because they share the memory bandwidth;
         otherwise the number of rails that are not last resorts, or of all rails if all are last
         resorts.
     last_resorts : frozenset of int
-        TCP rails used only between two ranks that have no other rail left; see `Nic`. Empty if
-        there are no other TCP rails. Also empty with RDMA rails: all TCP rails are then used in
-        this way.
+        TCP rails that carry slices only between two ranks that have no other rail left; see `Nic`.
+        Empty if all TCP rails are last resorts, or if there are RDMA rails, beside which all TCP
+        rails have this role.
     nhcas : int
         Number of RDMA ports that every rank uses.
     setting : Setting
@@ -390,9 +391,10 @@ class ControlPlane:
         """Connect the path to `peer` on `rail`, from ``nics[rail].address``.
 
         To be called by the lower of the two ranks. Retries until it succeeds
-        (`ControlHandler.on_path`) or is cancelled, with a pause of 0.05 s that doubles up to 1 s.
-        Replaces an earlier dial of the same (peer, rail). `on_failed` is called with the reason
-        after each failed attempt. Does nothing if `peer` is lost or has left.
+        (`ControlHandler.on_path`), `cancel_path` is called, or `peer` is lost or leaves; the pause
+        between attempts is 0.05 s and doubles up to 1 s. Replaces an earlier dial of the same
+        (peer, rail). `on_failed` is called with the reason after each failed attempt. Does nothing
+        if `peer` is already lost or has left.
         """
         self._check_rail(rail)
         key = self._path_key(peer, rail)

@@ -94,11 +94,11 @@ def identify(config: Config, comm: RankComm | None, env: Mapping[str, str]) -> I
     Raises
     ------
     InvalidArgument
-        If the rank of this process is not defined, or rank, number of ranks, address, port or
-        inherited socket are incomplete or invalid; if mpi4py cannot be used, or sees one rank
-        although the launcher started several; if rank 0 cannot listen or has no usable secret
-        (only with MPI); or if this rank has no usable secret, or a secret is set on only some
-        ranks.
+        If the rank of this process is not defined, if its rank, number of ranks, address or port is
+        missing or invalid, if the inherited socket cannot be used, or if this rank has no usable
+        secret. With MPI, also if mpi4py cannot be used, or sees one rank although the launcher
+        started several; if rank 0 cannot listen or has no usable secret; or if a secret is set on
+        only some ranks.
     OSError
         If this process cannot open a file or socket.
     """

@@ -63,7 +63,7 @@ VERDICT_MARGIN_S = 5.0
 _BIND_PATIENCE_S = 3.0
 _BIND_PAUSE_S = 0.25
 _RESOLVE_PAUSE_S = 0.5
-#: Advice for an address that other hosts cannot reach: one for control messages, or of a rail.
+#: Advice if other hosts cannot reach the address of a control listener, or of a rail.
 _CONTROL_ADVICE = "set R2CC_CONTROL_ADDRESS on that host to an address that they reach"
 _RAILS_ADVICE = "select other interfaces on that host with R2CC_SOCKET_IFNAME"
 #: First and longest interval between two messages about missing ranks, in seconds.
@@ -71,10 +71,11 @@ _FIRST_REPORT_S = 2.0
 _LAST_REPORT_S = 30.0
 #: While at least this number of ranks are missing, rank 0 handles connections in batches.
 _MANY_MISSING = 16
-#: Time between two batches, as a share of the time since the rendezvous began, and its maximum in
-#: seconds. Up to the maximum, the number of batches grows with the logarithm of that time.
+#: Pause between two batches, as a share of the time since the rendezvous began, and the maximum
+#: pause in seconds. Until the pause reaches the maximum, the number of batches grows with the
+#: logarithm of the time since the rendezvous began.
 _PAUSE_SHARE, _MAX_PAUSE_S = 0.1, 0.25
-#: Maximum time between two batches, in seconds, while dialers have not proved the secret yet.
+#: Maximum pause between two batches, in seconds, while a dialer has not proved the secret yet.
 _PROOF_PAUSE_S = 0.05
 
 

@@ -37,9 +37,9 @@ logger = logging.getLogger("r2ccl.bootstrap")
 #: Default maximum number of unauthenticated connections of a listener at a time; a new one evicts
 #: the oldest.
 MAX_PENDING = 64
-#: Rate per second and burst of connections that fail to authenticate or are refused: above them,
-#: accepting pauses. Each takes about 0.2 ms of the control thread. A full backlog is accepted
-#: within a second, before dialers time out.
+#: Rate per second and burst of connections that fail to authenticate or are refused; above them,
+#: accepting pauses. Such a connection takes about 0.2 ms of the control thread. With these values,
+#: a full backlog is accepted within a second, before dialers time out.
 _UNPROVED_PER_S, _UNPROVED_BURST = 1000.0, 1024.0
 #: Pause after a failed accept. If no descriptor was free, other connections may close meanwhile.
 _ACCEPT_RETRY_S = 0.1
@@ -258,7 +258,7 @@ class Listener:
         return [sock.fileno() for sock in socks]
 
     async def close(self) -> None:
-        """Stop accepting; close the listening sockets and all unfinished handshakes."""
+        """Stop accepting; close the listening sockets and the connections not handed over."""
         for timer in (self._expiry, *self._pauses.values()):
             if timer is not None:
                 timer.cancel()

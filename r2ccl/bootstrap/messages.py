@@ -34,7 +34,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
     control_addresses : tuple of (str, int)
         Address and port of each control listener. Rail listeners accept control connections, too.
     rails : tuple of (str, int)
-        Address and port of rail i's listener. All ranks have the same number of rails.
+        Address and port of the listener of TCP rail i. All ranks have the same number of TCP rails.
     probe_ports : tuple of int
         Port i, at rail i's address, is bound but not listened on: if the rail works, the kernel
         refuses a connection to it.
@@ -46,10 +46,11 @@ class PeerInfo(msgspec.Struct, frozen=True):
     interfaces : tuple of str
         Name of rail i's network interface, for the rails in ``rails``.
     failed_nics : str
-        NICs that this rank declares failed (``R2CC_FAILED_NICS``).
+        ``R2CC_FAILED_NICS`` of this rank: the NICs that it declares failed. Empty if a shrink made
+        this communicator; ``excluded`` then has the rails that are still excluded.
     excluded : tuple of int
-        Rails of this rank that were excluded before the shrink that made this communicator; empty
-        if no shrink made it.
+        Rails of this rank, by their numbers in this communicator, that were excluded before the
+        shrink that made it. Empty if no shrink made it.
     """
 
     rank: int

@@ -97,9 +97,10 @@ class RankOutput:
         return self._sources.keys()
 
     def forward(self, descriptor: int) -> bool:
-        """Read up to 64 KiB and write the lines that they complete; return True if bytes were read.
+        """Read up to 64 KiB, and write all lines that are then complete.
 
-        At the end of the output, close the descriptor, which `descriptors` then no longer returns.
+        Return True if bytes were read; False if none have arrived, or at the end of the output. At
+        the end, close the descriptor, which `descriptors` then no longer returns.
         """
         source = self._sources[descriptor]
         try:

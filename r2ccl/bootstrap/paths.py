@@ -110,8 +110,9 @@ class Paths:
         Raises
         ------
         HandshakeRejected
-            If the connection arrived on another rail, has an older epoch, or is not expected
-            within 1 s.
+            If the connection is not a bypass, and did not arrive on the rail that it claims. The
+            coroutine raises it if a later epoch is expected, or if the connection is not expected
+            within `_EARLY_S`.
         Unneeded
             If another way of the same bypass connected first.
         """
@@ -250,7 +251,10 @@ class Paths:
         self._start_waiting(key.peer)
 
     def _start_waiting(self, peer: int) -> None:
-        """Start the dial of the last-resort path to `peer` soon, if no other dial is pending."""
+        """Start the waiting dials of last-resort paths to `peer` after `_QUIET_S`.
+
+        Do nothing if a dial to `peer` that was started is still pending.
+        """
         if not self._is_dialing(peer):
             loop = asyncio.get_running_loop()
             for key, entry in self._dials.items():

@@ -203,7 +203,10 @@ class Peer:
         self._starter = asyncio.get_running_loop().call_later(_GIVE_WAY_S, self.start)
 
     def start(self) -> None:
-        """Start dialing the peer, or, on the higher of the two ranks, watching for its loss."""
+        """Start dialing the peer, or, on the higher of the two ranks, watching for its loss.
+
+        The silence of the peer before this call does not count as evidence of its loss.
+        """
         self._cancel_starter()
         self._session.excuse(self._session.silence_s(self._setting.clock()))
         if self._setting.rank > self.rank:
@@ -245,10 +248,11 @@ class Peer:
             sock.close()
 
     def tick(self, now: float, stalled_s: float) -> None:
-        """Report the peer as lost if it has been silent for too long; to be called often.
+        """Find silent carriers; report the peer as lost if it has been silent for too long.
 
-        `now` is the time of the clock in `Setting`. `stalled_s` is the time in seconds, since the
-        last call, in which this process did not run; it does not count as silence.
+        To be called often. The rank that dials then replaces the silent carriers. `now` is the time
+        of the clock in `Setting`. `stalled_s` is the time in seconds, since the last call, in which
+        this process did not run; it does not count as silence.
         """
         if self.state is not PeerState.OPEN:
             return

@@ -316,7 +316,10 @@ class LaunchPool:
         )
 
     def _why_unusable(self, outcomes: Mapping[int, RankOutcome]) -> str:
-        """Return why the pool is unusable after a failed call; empty if it is usable."""
+        """Return why the pool is unusable after a failed call; empty if it is usable.
+
+        If all ranks have returned or raised, make them run a barrier as a test of the communicator.
+        """
         for rank, each in outcomes.items():
             if each.is_exit:
                 return f"rank {rank} exited"

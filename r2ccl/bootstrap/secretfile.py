@@ -1,9 +1,10 @@
 """Secret of a job in a file: the user's file, or one that rank 0 writes for the ranks on its host.
 
 Invariant: no secret is read from or written to a file that another user may access. A file must be
-a regular file of this user with no permissions for others. The runtime directory must be a
-directory of this user, not a link, with no permissions for others. Each access to the file of rank
-0 opens this directory once and uses it through the descriptor.
+a regular file of this user with no permissions for group and others. The runtime directory, which
+has the file of rank 0, must be a directory of this user, not a link, with no permissions for group
+and others. Each access to the file of rank 0 opens this directory once and uses it through the
+descriptor.
 """
 
 from __future__ import annotations

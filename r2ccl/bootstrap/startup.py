@@ -86,8 +86,8 @@ def connect(
         address or port cannot be used, or there is no secret or no rail. The message says what to
         do.
     TransportTimeout
-        If rank 0 is not reached, or not all ranks arrive, within ``config.init_timeout_s``; the
-        message names the missing ranks.
+        If rank 0 is not reached, or not all ranks and their addresses arrive, within
+        ``config.init_timeout_s``. In the second case, the message names the missing ranks.
     PeerLost
         If a rank exits during the rendezvous.
     TransportError

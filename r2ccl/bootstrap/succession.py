@@ -77,7 +77,7 @@ class Succession:
         ----------
         peer_infos : mapping of int to bytes
             Value of `Succession.peer_info` that each member sent, by its old rank; equal on all
-            members. This rank's own entry is not read.
+            members. It must have an entry for this rank, whose value is not read.
         attempt : int
             Number of the attempt, from 0; equal on all members. A repeated attempt of the same
             members must have a higher number.

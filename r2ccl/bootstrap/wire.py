@@ -258,7 +258,10 @@ class MessageReader:
             self._readers.remove_reader(self._sock.fileno())
 
     def read(self) -> None:
-        """Receive what has arrived. The loop calls this whenever the socket is readable."""
+        """Receive up to `_READ_NBYTES` that have arrived, and pass on the complete messages.
+
+        The loop calls this method whenever the socket is readable.
+        """
         try:
             piece = self._sock.recv(_READ_NBYTES)
             if not piece:

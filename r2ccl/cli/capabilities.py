@@ -34,8 +34,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     ``rdma`` and ``tcp`` name the rails between hosts, except the rail of R2CC_LAST_RESORT, rails
     that are declared failed, and loopback. ``shm`` is True if ranks of this host share memory,
     ``loopback`` if they can use TCP among themselves. Both are False if `r2ccl.init` refuses the
-    settings.
-    ``gpus`` are the numbers of the GPUs whose memory collectives accept.
+    settings. ``gpus`` are the CUDA ordinals of the GPUs whose memory collectives accept.
     """
 
     rdma: tuple[str, ...]

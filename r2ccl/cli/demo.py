@@ -30,7 +30,7 @@ _SETTINGS = {
 }
 #: Below this size, a call may be too short for a failure in mid-call.
 _LEAST_NBYTES = 1 << 20
-#: Number of the slice before which rank 0 loses the rail; less in calls with few slices.
+#: Number, from 0, of the slice before which rank 0 loses the rail; less in calls with few slices.
 _STEP = 5
 
 

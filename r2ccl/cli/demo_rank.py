@@ -41,9 +41,9 @@ class DemoResult(msgspec.Struct, frozen=True):
 def run_rank(calls: int, nbytes: int, step: int) -> DemoResult:
     """Run `calls` allreduces of `nbytes` and return the results.
 
-    In the middle call, rank 0 loses a rail before it sends slice `step`. Rank 0 prints one line
-    about the job, one about each call and one about the result. Up to two more lines say that the
-    traffic of the lost rail has moved, and that the rail is connected again.
+    In the middle call, rank 0 loses a rail before it sends slice `step`, counted from 0. Rank 0
+    prints one line about the job, one about each call and one about the result. Up to two more
+    lines say that the traffic of the lost rail has moved, and that the rail is connected again.
 
     Raises
     ------

@@ -17,7 +17,7 @@ from r2ccl.errors import R2cclError
 
 _T = TypeVar("_T")
 
-#: Foreground colours of the prefixes, by rank: the six that are readable on black and on white.
+#: Foreground colors of the prefixes, by rank: the six that are readable on black and on white.
 _COLOURS = (36, 33, 32, 35, 34, 31)
 #: Longest line in bytes that is kept until it is complete. Each further piece of output copies the
 #: kept part again.
@@ -40,7 +40,7 @@ class LinePrinter:
     out : binary file
         The stream; it stays open.
     is_coloured : bool
-        Write each rank's prefix in a colour, by ANSI escape sequences.
+        Write each rank's prefix in a color, by ANSI escape sequences.
 
     Attributes
     ----------
@@ -122,7 +122,7 @@ class LinePrinter:
 
 
 def wants_colour(out: BinaryIO, env: Mapping[str, str]) -> bool:
-    """Return True if `out` is a terminal that shows colours, and ``NO_COLOR`` is not set.
+    """Return True if `out` is a terminal that shows colors, and ``NO_COLOR`` is not set.
 
     An empty ``NO_COLOR`` counts as not set (https://no-color.org).
     """

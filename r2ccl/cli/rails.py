@@ -3,8 +3,8 @@
 The report depends only on the facts of `r2ccl.cli.doctor_report` and the settings; `r2ccl.topology`
 chooses the rails. Invariants: a finding that is ``ok`` is about a rail, or about all rails of one
 interface, and these findings are in the order of the rails' numbers; a rail whose NIC is declared
-failed is ``skipped``; a warning or an error has a fix. Rails are numbered as in a job on several
-hosts, if the rendezvous uses none of the interfaces that are rails.
+failed is ``skipped``; a warning or an error has a fix. The numbers of the rails are those in a job
+on several hosts whose rendezvous uses none of the rails' interfaces.
 """
 
 from __future__ import annotations

@@ -204,7 +204,10 @@ class HostRanks:
                 _signal_group(process, number)
 
     async def close(self) -> None:
-        """Kill the remaining ranks, and free their pipes while the event loop still runs."""
+        """Kill the remaining ranks, wait for their end, and free the pipes of all ranks.
+
+        The wait takes at most `TERMINATION_GRACE_S`. To be called while the event loop runs.
+        """
         self.signal(signal.SIGKILL)
         until_s = monotonic() + TERMINATION_GRACE_S
         for process in self._ranks.values():

@@ -123,7 +123,10 @@ class Supervisor:
         return False
 
     async def output(self, rank: int, stream: str, data: bytes) -> None:
-        """Print output of a rank; empty bytes end the stream."""
+        """Print output of a rank; empty bytes end the stream.
+
+        If the output cannot be written, end all ranks and drop further output.
+        """
         # A thread writes, because a slow reader of this output must not block the event loop.
         async with self._printing:
             if self._has_lost_output:
@@ -148,14 +151,21 @@ class Supervisor:
         self._is_ending.set()
 
     async def ended(self, rank: int, status: int) -> None:
-        """Record the exit status of a rank."""
+        """Record the exit status of a rank; a status other than 0 is a failure of the job.
+
+        After a failure, the other ranks have `FAILURE_GRACE_S` to exit by themselves, and are then
+        ended, unless `keeps_going` was given.
+        """
         self.statuses[rank] = status
         if status != 0:
             what = f"rank {rank}: {describe_exit(status)}"
             self._note_failure(what, status if status > 0 else 128 - status)
 
     def lost(self, ranks: Sequence[int], host: str, why: str) -> None:
-        """Record that `host` was lost, so that the exit statuses of `ranks` stay unknown."""
+        """Record that `host` was lost, so that the exit statuses of `ranks` stay unknown.
+
+        This is a failure of the job, as in `ended`.
+        """
         what = f"host {host} was lost with ranks {format_ranks(ranks)}: {why}"
         self._note_failure(what, _LOST_STATUS)
 

@@ -1,7 +1,7 @@
 """Tables on a terminal, drawn by rich if it is installed (``pip install 'r2ccl[cli]'``).
 
 Without a terminal, or without rich, the commands print plain lines, which scripts can read. rich is
-an extra, because with the package that it needs for syntax colours it takes 13 MB.
+an extra, because with the package that it needs for syntax colors it takes 13 MB.
 """
 
 from __future__ import annotations

@@ -143,7 +143,8 @@ class Device(Protocol):
     def export(self, address: int) -> tuple[bytes, int]:
         """Return the IPC handle of the allocation that contains `address`, and the offset in it.
 
-        The handle has 64 bytes. Another process on this machine passes it to `map`.
+        The handle has 64 bytes; another process on this machine passes it to `map`. The offset is
+        in bytes.
 
         Raises
         ------

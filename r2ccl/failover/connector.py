@@ -9,11 +9,12 @@ and reports the success. Then both ends take the path into use::
     answerer              join, Answer(info) ->                                      use
 
 After any failure the caller begins again with new endpoints, any number of times. Before it does
-so, it pauses; the pause doubles up to a cap. After a timeout of a path there is no pause, because
-the caller has waited already. An answerer whose port is not ready tries to answer the same offer
-again until a newer one arrives or, for a probe, for `_ANSWER_TIMEOUT_S`. The messages of an attempt
-carry its number (``attempt``) and the path's ``epoch``. The control session, which carries the
-endpoint info, is authenticated, so the endpoints need no authentication.
+so, it pauses; the pause doubles up to a cap. If an attempt to connect a path times out, the next
+one begins without a pause, because the caller has waited already. An answerer whose port is not
+ready tries to answer the same offer again until a newer one arrives or, for a probe, for
+`_ANSWER_TIMEOUT_S`. The messages of an attempt carry its number (``attempt``) and the path's
+``epoch``. The control session, which carries the endpoint info, is authenticated, so the endpoints
+need no authentication.
 
 The connection of a probe serves only the rank that probes over it. That rank is therefore the
 caller, even if it is the higher rank, and need not report that the connection is ready::
@@ -26,8 +27,8 @@ its end. Probes have low priority: per tick, at most one offer of a probe is sen
 paths are being repaired. If a probe cannot be connected (for example because the fabric does not
 connect its two rails), the pauses between the attempts grow to one minute. A pause ends early when
 the prober's port comes up, when a path to the probed rank on one of the two rails comes up, when
-the probed rank reports that its port came up, and when the prober needs a probe within one rail
-(`r2ccl.failover.probes.Probes.on_probed`).
+the probed rank reports that its port came up, and when a probe between two ports of one rail is
+requested but cannot be made (`r2ccl.failover.probes.Probes.on_probed`).
 
 Invariant: this rank has at most one endpoint that is not in use yet per path, and at most one per
 probe and role (prober, probed). An endpoint that does not come into use is closed.
@@ -121,7 +122,7 @@ def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
 
 
 class _Attempt:
-    """State of this rank's end of a path or probe being connected, or of a probe by a peer."""
+    """State at this rank of connecting a path, a probe by this rank, or a probe by a peer."""
 
     __slots__ = ("deadline", "endpoint", "epoch", "expiry", "number", "offer", "pause")
 
@@ -129,11 +130,12 @@ class _Attempt:
         self.epoch = epoch
         self.number = 0
         self.endpoint: Endpoint | None = None
-        #: Answerer only: offer not answered yet, and for a probe the time until which the caller
-        #: waits for the answer.
+        #: Answerer only: offer that is not answered yet, None if there is none; and, for a probe,
+        #: clock reading until which the caller waits for the answer.
         self.offer: Offer | None = None
         self.expiry = 0.0
-        #: Time when the caller begins again, or the answerer tries to answer again.
+        #: Clock reading at which the caller begins again, after a timeout or a pause, or at which
+        #: the answerer tries to answer again.
         self.deadline = 0.0
         self.pause = _FIRST_PAUSE_S
 
@@ -217,7 +219,10 @@ class Connector:
                 self._on_offer(key, offer)
 
     def begin_probe(self, key: ProbeKey) -> None:
-        """Schedule a new connection of probe `key`, in place of the previous attempt."""
+        """Schedule a new connection of probe `key`, in place of the previous attempt.
+
+        A later `tick` sends the offer.
+        """
         self.cancel(key)
         self._nlives += 1
         self._attempts[key] = _Attempt(self._nlives)
@@ -274,7 +279,8 @@ class Connector:
         now : float
             Time in seconds.
         is_calm : bool
-            True if no path is being repaired.
+            True if no path is being repaired. Offers of probes that arrive before the next call are
+            answered at once only if it is True.
         """
         for key, attempt in list(self._attempts.items()):
             if now >= attempt.deadline and isinstance(key, PathKey):

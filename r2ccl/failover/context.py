@@ -30,7 +30,7 @@ class RankContext(NamedTuple):
         Empty if there are no other TCP rails. Also empty with RDMA rails: all TCP rails are then
         used in this way.
     nodes : sequence of int
-        Number of the node of every rank; empty if there is one node, or one rank per node.
+        Node number of each rank, from 0; empty if there is one node, or one rank per node.
     hosts : sequence of str
         Host name of every rank, for messages; empty: not known.
     port_map : PortMap or None
@@ -73,7 +73,7 @@ class RankContext(NamedTuple):
 
     @property
     def joined(self) -> list[int]:
-        """RDMA rails: to connect a path, its two ends exchange endpoint info (see `Connector`)."""
+        """RDMA rails: the two ends of a path exchange endpoint info to connect it (`Connector`)."""
         return [rail for rail in range(self.nrails) if self.transport.joins(rail)]
 
     @property

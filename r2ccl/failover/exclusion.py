@@ -36,7 +36,8 @@ class Declared(NamedTuple):
 def declared(peers: Sequence[PeerInfo]) -> Declared:
     """Return the ports that are excluded at the start, and the entries that name no NIC.
 
-    The ports are those of the NICs in ``R2CC_FAILED_NICS``, and those excluded before a shrink.
+    The ports are those of the NICs in the ``R2CC_FAILED_NICS`` of any rank, and those excluded
+    before a shrink.
 
     Parameters
     ----------

@@ -121,10 +121,11 @@ class Failover:
             on_up=self._report_up,
             is_excluded=self._is_excluded,
         )
-        #: Own ports that went down, until their paths that no call waits for are failed too: rail
-        #: to (evidence, time at which the port went down).
+        #: Own ports that went down, while some of their paths are not failed yet (`_port_down`):
+        #: rail -> (evidence, clock reading at which the port went down).
         self._ports_down: dict[int, tuple[str, float]] = {}
         self._watch = Watch(self._config.suspicion_timeout_s)
+        #: Clock reading at which the time for connecting the paths at the start is over.
         self._join_by_s = 0.0
         #: Number of calls that wait for paths to each rank.
         self._joining: Counter[int] = Counter()
@@ -200,10 +201,10 @@ class Failover:
         The caller then waits for the paths, and calls `joined` with the same ranks when it no
         longer waits. Until then, paths that a peer closes as idle are connected again.
 
-        If more than ``R2CC_MAX_CONNECTIONS`` (0: no limit) peers would be connected, first close
-        the paths to the ranks in excess, least recently used first. Only idle paths are closed, and
-        none that `start` made or that a running call uses or waits for. In the fail-stop baseline,
-        no path is closed.
+        If more than ``R2CC_MAX_CONNECTIONS`` (0: no limit) peers would be connected, first begin to
+        close the paths to the ranks in excess, least recently used first. Only idle paths are
+        closed, and none that `start` made or that a running call uses or waits for, so the limit
+        may be exceeded. In the fail-stop baseline, no path is closed.
         """
         self._joining.update(peers)
         self._make_room(peers)
@@ -294,14 +295,18 @@ class Failover:
             self._port_down(event.rail, f"{PORT_ERR}: {why}")
 
     def on_joined(self, event: Joined) -> None:
-        """Handle the result of the test of an RDMA connection; see `Connector.on_joined`."""
+        """Handle the result of the test of an RDMA connection; see `Connector.on_joined`.
+
+        If the connection for probes between the two ports of a path is ready, and the path is in
+        quarantine, a probe of the path becomes due (`Failback.hurry`).
+        """
         self._connector.on_joined(event)
         key = event.key
         if isinstance(key, ProbeKey) and key.via == key.rail and not event.error:
             self.failback.hurry(PathKey(key.peer, key.rail))
 
     def on_probed(self, event: Probed) -> None:
-        """Pass the result of a probe to all callers that wait for it."""
+        """Pass the result of a probe to all callers that wait for it; see `Probes.on_probed`."""
         self.probes.on_probed(event, is_over=self.is_over)
 
     def _port_down(self, rail: int, cause: str) -> None:
@@ -540,7 +545,8 @@ class Failover:
         """Take the paths of `excluded` rails out of use; probe those of `included` rails soon.
 
         Both sets contain rails as (rank, rail): those newly excluded, and those not excluded any
-        more.
+        more. Report this rank's own rails too: the `excluded` ones as down, and the `included` ones
+        as up if no path will show that they work.
         """
         self.excluded = (self.excluded | excluded) - included
         if self.is_over or self.agreement is None:

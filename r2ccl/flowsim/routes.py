@@ -41,7 +41,7 @@ class PortRoutes(NamedTuple):
     egress, ingress : ndarray of int64, shape (nlinks,)
         Home rail of each link at its source and at its destination.
     has_node_ports : bool
-        True if all rails of a node are modelled as one port.
+        True if all rails of a node are modeled as one port.
     """
 
     network: Network
@@ -107,7 +107,7 @@ class PortRoutes(NamedTuple):
     def _alive(self, table: Floats, source: Ints, target: Ints) -> tuple[Ints, Ints]:
         """Return each link's rail at its source and at its destination; -1 if it has none.
 
-        `source` and `target` are the nodes of the links' ends. If all rails of a node are modelled
+        `source` and `target` are the nodes of the links' ends. If all rails of a node are modeled
         as one port, the rail is 0.
         """
         is_up: Bools = np.asarray(table > 0)

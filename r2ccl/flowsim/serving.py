@@ -8,7 +8,7 @@ two times: the time of the operations, and the time to read all weights and the 
 all earlier tokens from memory.
 
 The caller passes a function that returns the time of an allreduce. Request queues, continuous
-batching and pipeline parallelism are not modelled.
+batching and pipeline parallelism are not modeled.
 
 References
 ----------

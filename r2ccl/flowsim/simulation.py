@@ -84,8 +84,9 @@ def simulate(
         with one or two slices. Fair queues are faster if thousands of links share ports and slices
         end at different times.
     tolerance : float
-        Max-min only: a slice may end at an earlier event if at most this share of its bytes is left
-        then. The bytes left are sent with the link's next slice. 0: exact.
+        Max-min only, 0 or more and below 1: a slice may end at an earlier event if at most this
+        share of its bytes is left then. The bytes left are sent with the link's next slice. 0:
+        exact.
 
     Returns
     -------
@@ -106,7 +107,7 @@ def simulate(
     done, and, if the peer's op is a RECV, the dependencies of that RECV are done. A link sends one
     slice at a time. A slice lands `Network.alpha_s` (within a node, `Network.inside_alpha_s`) after
     its last byte is sent; then the sender's memory is released. The number of landing places and
-    the latency of a clear-to-send are not modelled.
+    the latency of a clear-to-send are not modeled.
 
     *Cost*: memory is 8 bytes per op, plus 0.1 kB per op of a shape (`r2ccl.flowsim.program`) while
     the schedule is compiled. Time on one EPYC core is 0.07 µs for a slice that follows its

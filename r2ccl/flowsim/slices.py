@@ -2,7 +2,7 @@
 
 The chunks are the same as in the executor, and so are the slices if `Sizes.slice_nbytes` is given.
 Every chunk has at least one slice; an empty chunk has one empty slice, which is sent too. One rule
-of the executor is not modelled: in a direct exchange, the executor does not divide small parts
+of the executor is not modeled: in a direct exchange, the executor does not divide small parts
 among the channels (``whole_nbytes`` of `r2ccl.planning.lowering.lower`).
 """
 

@@ -7,7 +7,7 @@ the buckets. The time from the end of the last backward pass to the end of the l
 exposed: it makes the step longer.
 
 The caller passes a function that returns the time of an allreduce. Parallelism inside a node, such
-as tensor parallelism, is part of the compute time. Pipeline parallelism over nodes is not modelled,
+as tensor parallelism, is part of the compute time. Pipeline parallelism over nodes is not modeled,
 nor is the slowdown of compute by a concurrent allreduce.
 """
 

@@ -104,8 +104,8 @@ class GpuBackend(Protocol):
     def finish(self, job: Any) -> None:
         """Execute the call of `job`; runs in the communicator's worker thread.
 
-        The device may still work on the call afterwards. If the call has failed so far, raise its
-        error; for later errors see `examine`.
+        The device may still work on the call afterwards. If the call fails before this method
+        returns, raise its error; `examine` raises errors that occur later.
         """
         ...
 

@@ -58,8 +58,8 @@ class _BorrowedArrays(NamedTuple):
     request: Request
 
 
-#: Arrays that a GPU may still use, because its work did not end in time when a communicator was
-#: closed. They stay referenced until the process ends.
+#: Arrays that a GPU may still use, because closing a communicator timed out or was interrupted.
+#: They stay referenced until the process ends.
 _never_dropped: list[deque[_BorrowedArrays]] = []
 
 

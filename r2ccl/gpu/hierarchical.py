@@ -78,7 +78,7 @@ class InterNodeBackend(Protocol):
         """Execute the call of `job`; runs in the communicator's worker thread.
 
         The device may still work on the call afterwards, until the event ``job.done`` is done. If
-        the call has failed so far, raise its error.
+        the call fails before this method returns, raise its error.
         """
         ...
 

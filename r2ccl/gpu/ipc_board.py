@@ -147,8 +147,8 @@ class IpcBoard:
     def read(self, peer: int, number: int) -> bytes | None:
         """Return message `number` of `peer`; None if `peer` has not posted it yet.
 
-        The result has `MESSAGE_NBYTES` bytes; those after the end of a shorter message are
-        undefined.
+        Call this method before `take`, which allows `peer` to overwrite the message. The result has
+        `MESSAGE_NBYTES` bytes; those after the end of a shorter message are undefined.
         """
         if not _is_reached(int(self._words[peer, _POSTED // 4]), number):
             return None
@@ -172,7 +172,7 @@ class IpcBoard:
         self._words[self.index, _mapped_at(peer, slot)] = number & _WORD
 
     def is_mapped(self, slot: int, number: int) -> bool:
-        """Return whether all other ranks have mapped the allocation that this rank offered.
+        """Return whether all other ranks of the node have mapped an allocation of this rank.
 
         Parameters
         ----------
@@ -225,7 +225,7 @@ class IpcBoard:
         self._fence()
 
     def failed_before(self, number: int) -> list[int]:
-        """Return the indices of the ranks that failed before they finished round `number`.
+        """Return the member indices of the ranks that failed before they finished round `number`.
 
         Call this method after the round has ended. All ranks that are not in the result have then
         finished their parts of the round.

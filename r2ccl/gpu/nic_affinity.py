@@ -290,10 +290,10 @@ def _excess(machine: Machine) -> str:
 
 
 def _depth(parents: Mapping[str, str]) -> int:
-    """Return the number of devices on the longest PCI path.
+    """Return the number of devices on the longest PCI path, or `_MOST_DEPTH` + 1 if it is larger.
 
-    `parents` maps the bus ID of each device to that of the device above it. The search stops one
-    device above the limit, so it ends even if a report contains a cycle.
+    `parents` maps the bus ID of each device to the bus ID of its parent device. The limit ends the
+    search even if a report contains a cycle.
     """
     at, depth = set(parents), 0
     while at and depth <= _MOST_DEPTH:

@@ -22,7 +22,7 @@ class DeviceOperands:
     Parameters
     ----------
     layout : Layout
-        Layout from `cleared`, in which only empty slices are eager.
+        Result of `r2ccl.planning.lowering.cleared`: only empty slices are eager.
     call : CallSignature
     spaces : sequence of int
         Addresses of input, output and scratch memory, indexed by `Space`.

@@ -631,12 +631,13 @@ class PeerBackend(SignalledStream):
     def _release_streams(self, error: BaseException) -> None:
         """Let this rank's stream continue without the other ranks, because the communicator ends.
 
-        Kernels that have not run do nothing, and calls that are not complete fail with `error`. The
-        host sets the words for which this rank's stream waits to the number of the last round.
-        Streams of other ranks may still overwrite these words with lower numbers, until those ranks
-        call this method, too. A rank that calls it first tells the other ranks that it fails
-        (`_error_of_others`). Last, the rank enqueues a write to its own words in the sections of
-        all ranks, with a number above that of any round, so that no stream waits for this rank.
+        The first call of this method tells the other ranks of the node that this rank fails
+        (`IpcBoard.fail`). Kernels that have not run do nothing, and calls that are not complete
+        fail with `error`. The host sets the words for which this rank's stream waits to the number
+        of the last round. Streams of other ranks may still overwrite these words with lower
+        numbers, until those ranks call this method, too. Last, this rank enqueues a write to its
+        words in the sections of all ranks, with a number above that of any round, so that no stream
+        waits for this rank.
         """
         if self._broken is None:
             self._board.fail()

@@ -136,8 +136,9 @@ def _release(attempt: _Attempt) -> None:
 
 
 def _offer(attempt: _Attempt) -> tuple[str, IpcBoard | None]:
-    """Export this rank's area; on the node's first rank, create its file; call `_agree`.
+    """Export this rank's area, then call `_agree`; the node's first rank also creates the file.
 
+    The file is the shared memory of the board. Its name is removed before this function returns.
     Return an empty string and the board. If a rank failed, return a reason and None on all ranks.
     """
     device, members, at = attempt.device, attempt.members, attempt.at
@@ -195,9 +196,10 @@ def _agree(
 
 
 def _refusing(attempt: _Attempt, why: str) -> list[int]:
-    """Return all ranks that have a reason not to use CUDA IPC; log this rank's reason, `why`.
+    """Tell all ranks whether this rank can use CUDA IPC; return the ranks that cannot.
 
-    `why` is empty if this rank has none.
+    `why` is the reason why this rank cannot, which is logged; empty if it can. All ranks must call
+    this function.
     """
     if why:
         _log.info("rank %d: no CUDA IPC: %s", attempt.members[attempt.at], why)

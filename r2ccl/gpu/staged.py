@@ -95,7 +95,7 @@ class StagedBackend(HostMemoryBackend[StagedJob]):
         self._slots = [device.allocate_pinned(slot_nbytes) for _ in range(_NSLOTS)]
         #: By slot, the event after the last copy from the slot.
         self._copied_in = [device.make_event() for _ in range(_NSLOTS)]
-        #: Event after the last copy to a slot.
+        #: Recorded by `_follow_copies` after the last copy to a slot.
         self._copied_out = device.make_event()
         #: Stream of copies to the slots; `_stream` has those from the slots.
         self._out = device.make_stream()
@@ -142,8 +142,9 @@ class StagedBackend(HostMemoryBackend[StagedJob]):
     ) -> StagedJob:
         """Begin a call that is a part of another call; only the worker thread may call this method.
 
-        The part has no number, so `hold` cannot make a stream wait for it. Instead, the caller
-        must make its stream wait for the event ``done`` of the job, after `finish`.
+        The part has no number, so `hold` cannot make a stream wait for it. Instead, after `finish`,
+        the caller must make its stream wait for the event ``done`` of the job, and then give the
+        event back with `recycle`.
 
         Parameters
         ----------

@@ -100,10 +100,10 @@ class StagingBuffers:
     def hold(self, call: DeviceCall, reductions: ReductionStream) -> Iterator[CallAddresses]:
         """Register a call's arrays or copy them to areas; on exit, copy results back.
 
-        The context gives the addresses that NICs and kernels use during the call. Copies are
-        enqueued on `reductions`; the caller must wait for them after it has entered the context,
-        and again after it has left the context. If the context is left by an error, results are
-        not copied back.
+        The context gives the addresses that NICs and kernels use during the call. On exit, the
+        registrations end, so no slice may be in flight then. Copies are enqueued on `reductions`;
+        the caller must wait for them after it has entered the context, and again after it has left
+        the context. If the context is left by an error, results are not copied back.
 
         Raises
         ------

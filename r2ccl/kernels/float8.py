@@ -53,9 +53,11 @@ def reducer_of(dtype: np.dtype[Any], op: ReduceOp) -> Callable[[Bits, Bits, Bits
 def map_of(
     dtype: np.dtype[Any], function: Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 ) -> Callable[[Bits, Bits], None]:
-    """Return ``kernel(source, out)``, which applies `function` to each element of an 8-bit type.
+    """Return ``kernel(source, out)``, which applies `function` to each element.
 
-    `function` takes and returns float32 arrays; its results are rounded to `dtype`.
+    `dtype` is an 8-bit float type; `source` and `out` are arrays of its bits. `function` takes and
+    returns float32 arrays; its results are rounded to `dtype`. `map_of` calls it once, with all 256
+    values of the type.
     """
     table = _bits(function(_ALL.view(dtype).astype(np.float32)), dtype)
     look_up = callable_of("r2ccl.kernels.float8:make_lookup")

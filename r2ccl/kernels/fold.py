@@ -37,7 +37,8 @@ def fold_kernel(dtype_code: int, op: ReduceOp | int) -> int:
     int
         Address of ``int64_t kernel(const int64_t *sources, int64_t count, void *target, int64_t
         nbytes)``, which returns 0. `sources` holds `count` addresses, at least one, of arrays of
-        `nbytes` bytes; `target` may be one of these arrays; otherwise it must not overlap them.
+        `nbytes` bytes, a whole number of elements. `target` is the address of the result: it may be
+        one of these arrays; otherwise it must not overlap them.
 
     Raises
     ------

@@ -39,7 +39,7 @@ def make_fold(dtype_code: int, op: int) -> Callable[..., int]:
 
     def fold(sources: Any, count: Any, target: Any, nbytes: Any) -> int:
         addresses = pointer(sources, np.int64)
-        # LLVM vectorises a loop only if its arrays do not overlap, so the result is collected in
+        # LLVM vectorizes a loop only if its arrays do not overlap, so the result is collected in
         # separate memory if the target is a source.
         scratch = np.int64(0)
         for rank in range(count):

@@ -1,6 +1,6 @@
 """Compiled loops that reduce float16 and bfloat16, passed as their bits (uint16).
 
-NumPy converts 16-bit floats one element at a time; these loops are vectorised. The sum of 64 KiB
+NumPy converts 16-bit floats one element at a time; these loops are vectorized. The sum of 64 KiB
 takes 16 µs instead of 180 µs for float16, and 6 µs instead of 45 µs for bfloat16, measured on an
 EPYC with AVX-512. Importing this module imports Numba (about 0.5 s), so a process imports it only
 if no file holds a loop that it needs; compiling the loop takes 0.2-0.4 s. See
@@ -182,7 +182,7 @@ def make_reducer(dtype_name: str, op: int) -> Callable[..., int]:
     def reduce_bits(left: Any, right: Any, out: Any, count: Any) -> int:
         target, x, y = pointer(out, np.uint16), pointer(left, np.uint16), pointer(right, np.uint16)
         # LLVM checks at run time that arrays do not overlap and otherwise runs a scalar loop, 8
-        # times slower. An in-place loop that names the array once is vectorised. Operands may be
+        # times slower. An in-place loop that names the array once is vectorized. Operands may be
         # swapped, because the operations commute.
         if out == left:
             for i in range(count):

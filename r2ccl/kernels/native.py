@@ -283,9 +283,10 @@ def _as_builtin(address: int, name: str, owner: Any = None) -> Callable[..., Any
 def must_compile(maker: str, *given: Any) -> bool:
     """Return whether no file has the function of a maker, so that `callable_of` would compile it.
 
-    If another process is compiling the function, `callable_of` would wait for that process instead;
-    if this process has loaded the function before, `callable_of` would return at once. Return False
-    if `why_not_compiled` has a reason. Parameters are those of `address_of`.
+    Without a file, the result is True even in two cases in which `callable_of` would not compile:
+    this process has loaded the function already, or another process is just compiling it, for which
+    `callable_of` would wait. The result is False if `why_not_compiled` has a reason. Parameters are
+    those of `address_of`.
     """
     if why_not_compiled():
         return False

@@ -90,10 +90,10 @@ def _attribute(typing_context: Any, instance: Any, name: Any) -> Any:
 
 @inlined
 def has_value(instance: Any, name: Any, value: Any) -> Any:
-    """Return whether the attribute `name` of `instance`, which must exist, is the object `value`.
+    """Return whether the attribute `name` of `instance` is the object `value`.
 
-    The value of the attribute must have other references, because the one that this function gets
-    is dropped before the comparison.
+    The attribute must exist. Its value must have other references, because the one that this
+    function gets is dropped before the comparison.
     """
     found = _attribute(instance, name)
     drop_reference(found)
@@ -124,7 +124,10 @@ def thread_ident(typing_context: Any) -> Any:
 
 @inlined
 def handle_signals() -> Any:
-    """Run the handlers of signals that have arrived; return False if one raised an exception."""
+    """Run the handlers of signals that have arrived; return False if one raised an exception.
+
+    In a thread other than the main thread, run no handler and return True.
+    """
     return _check_signals() & 0xFFFFFFFF == 0
 
 

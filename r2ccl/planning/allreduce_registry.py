@@ -146,7 +146,7 @@ class Terms(NamedTuple):
         return lambda a, b: bool(masks[a] & masks[b])
 
     def rank_meets(self) -> Reach:
-        """Return ``reach(a, b)``, true if ranks `a` and `b` can be neighbours.
+        """Return ``reach(a, b)``, true if ranks `a` and `b` can be neighbors.
 
         They can if they share a node, or if their nodes have a common home rail that is up.
         """
@@ -170,13 +170,14 @@ class Candidate(NamedTuple):
     is_ring : bool
         True if every channel is a ring of all ranks or nodes, placed on one rail as a whole.
     flows : Flows or None
-        Load of each edge, if it is known without generating the ops of the schedule.
+        Load of each edge; None if it is not known without generating the ops of the schedule.
     is_among_nodes : bool
         True if the schedule is over nodes with several ranks; `expand` turns it into one over
         ranks.
     edges : tuple of EdgeAtHome
-        Rails of the edges of channels that are placed already. Unless `is_ring`, all edges of the
-        other channels are placed one by one. Edges are between nodes if `is_among_nodes`.
+        Edges that are placed already, with their rails. A channel with any edge here needs no
+        further placement. Unless `is_ring`, `r2ccl.planning.cost_model.put` places the edges of
+        all other channels one by one. If `is_among_nodes`, an edge joins nodes instead of ranks.
     """
 
     name: str
@@ -377,7 +378,7 @@ def _bridged_rings(terms: Terms) -> Iterator[Candidate]:
         return  # the family "ring" covers this case
     try:
         order = bridged_ring.bridge(range(n), terms.meets())
-    except InvalidArgument:  # no ring was found in which every two neighbours have a common rail
+    except InvalidArgument:  # no ring was found in which every two neighbors have a common rail
         return
     schedule = ring.allreduce(n, terms.nchannels, [order] * terms.nchannels)
     schedule = msgspec.structs.replace(schedule, name="bridged_ring")

@@ -44,7 +44,8 @@ class _Count(NamedTuple):
         Number of candidates since the last window began; None if no window has begun.
     saved_ns : int
         `_BUDGET` times the extra time, in ns, that samples may take now; negative if past samples
-        have taken more than they may. Every candidate raises it by its `usual_ns`.
+        took more than they may. After the first `_SOON` candidates, each one raises it by its
+        `usual_ns`; before, it is 0.
     """
 
     age: int = 0

@@ -30,7 +30,7 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     Returns
     -------
     Rates
-        Equal on all ranks. `UNMEASURED` if some neighbours in the large allreduce share no home
+        Equal on all ranks. `UNMEASURED` if some neighbors in the large allreduce share no home
         rail, because the rails that the allreduce used are then unknown.
 
     Notes

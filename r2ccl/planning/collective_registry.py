@@ -4,8 +4,9 @@ Allgather and reduce-scatter run as rings or disseminations; broadcast and reduc
 packed trees. If no ring of all ranks is found, all four run as spanning trees. Scan and exscan run
 as chains in rank order or by doubling. As a rule, each channel of a ring, a dissemination or a scan
 is placed on one home rail in a healthy network. In a degraded one, and for all other candidates,
-each edge is placed separately. On a degraded network, the number of channels of a ring is chosen to
-fill the ports of the node with the least bandwidth.
+each edge is placed separately. On a degraded network, the number of channels is chosen to fill the
+ports of the node with the least bandwidth, except for spanning trees, and for rings if home rails
+do not connect all nodes.
 
 Invariant: equal terms give equal candidates in the same order, on every rank.
 """
@@ -52,7 +53,7 @@ def collective_candidates(
         Root rank of broadcast and reduce.
     terms : Terms
     keeps_order : bool
-        If True, yield only rings and chains, in rank order if every two neighbours in that order
+        If True, yield only rings and chains, in rank order if every two neighbors in that order
         share a node or have a common home rail: the result then has the same bits whichever ports
         have failed. If no ring is found, yield only spanning trees.
     """
@@ -81,7 +82,7 @@ def parted(collective: Collective, terms: Terms, nchannels: int) -> Schedule:
     """Return an allgather or a reduce-scatter with `nchannels` equal channels.
 
     It is the ring in rank order if every two nodes have a common home rail, or if home rails do not
-    connect all nodes even over other nodes. Otherwise it is a ring in which every two neighbours
+    connect all nodes even over other nodes. Otherwise it is a ring in which every two neighbors
     share a node or have a common home rail, or a spanning tree if no such ring is found.
     """
     nranks = sum(map(len, terms.teams))
@@ -114,13 +115,13 @@ def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
     """Return the order of ranks in rings and chains; () if no ring is found.
 
     The result is () if home rails connect all nodes, but no order was found in which every two
-    neighbouring nodes have a common home rail. If home rails do not connect all nodes, neighbours
+    neighboring nodes have a common home rail. If home rails do not connect all nodes, neighbors
     in the result may have no common home rail.
 
-    Nodes keep their order if every two neighbours share the whole usable bandwidth of the poorer
-    one. Otherwise, if that raises the least bandwidth that two neighbours share, degraded nodes are
+    Nodes keep their order if every two neighbors share the whole usable bandwidth of the poorer
+    one. Otherwise, if that raises the least bandwidth that two neighbors share, degraded nodes are
     spread among healthy ones and, with few nodes, pairs of nodes are swapped. With `keeps_order`,
-    the result is the rank order if every two neighbours in it share a node or have a common home
+    the result is the rank order if every two neighbors in it share a node or have a common home
     rail, or if home rails do not connect all nodes.
     """
     if keeps_order:
@@ -143,9 +144,9 @@ def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
 
 
 def _narrowest(order: Sequence[int], terms: Terms, wide: Sequence[int]) -> Fraction:
-    """Return the least bandwidth that two neighbours of the ring `order` share.
+    """Return the least bandwidth that two neighbors of the ring `order` share.
 
-    It is a fraction of the usable bandwidth of the poorer neighbour. `wide` is
+    It is a fraction of the usable bandwidth of the poorer neighbor. `wide` is
     ``terms.bandwidths``, computed once for many orders.
     """
     shares = terms.shares
@@ -159,7 +160,7 @@ def _narrowest(order: Sequence[int], terms: Terms, wide: Sequence[int]) -> Fract
 
 
 def _swapped(order: tuple[int, ...], terms: Terms, wide: Sequence[int]) -> tuple[int, ...]:
-    """Swap pairs of nodes, the best pair first, while that raises the `_narrowest` bandwidth."""
+    """Return `order` after swaps of nodes, the best first, as long as they raise `_narrowest`."""
     best = _narrowest(order, terms, wide)
     while best < 1:
         swaps = []

@@ -118,12 +118,13 @@ class Choice(NamedTuple):
         True if the ranks of the schedule stand for nodes with several ranks, because it has not yet
         been expanded (`r2ccl.planning.allreduce_registry.expand`).
     flows : Flows or None
-        Load of each edge of the schedule over nodes, if it is known without generating ops; None
-        unless the schedule is over nodes with several ranks, or was expanded from one that is:
-        only the expansion needs it.
+        Load of each edge of the schedule over nodes, from which the schedule over ranks is or was
+        expanded. None if there is no schedule over nodes with several ranks, or if the loads are
+        not known without generating its ops.
     has_way : bool
-        False if the schedule was placed although two neighbours on different nodes have no common
-        home rail (`Placed`); its load and time are then unknown.
+        False if the schedule was placed although two neighbors on different nodes have no common
+        home rail (`Placed`); its load and time are then unknown. Always True if the choice was
+        made without `predict`.
     """
 
     name: str
@@ -161,7 +162,7 @@ class Placed(NamedTuple):
         Largest number of edges that one rank, or node, has on one rail; 0 if it does not limit the
         slice size.
     has_way : bool
-        True if every two neighbours on different nodes have a common home rail. Otherwise some need
+        True if every two neighbors on different nodes have a common home rail. Otherwise some need
         a bypass, or a rail that is no home rail and whose bandwidth is unknown, or cannot exchange
         data.
     """
@@ -294,7 +295,7 @@ def _pauses_ns(
     """Return the time in which the busiest port waits, in ns, besides ``steps x alpha``.
 
     The result is negative if steps overlap, so that less than alpha per step is lost. `nslices` is
-    the number of slices of a channel. The candidate is one of `NOT_TREES`.
+    the number of slices of a channel. The family of `candidate` must be one of `NOT_TREES`.
     """
     schedule = candidate.schedule
     if candidate.name == "dissemination":

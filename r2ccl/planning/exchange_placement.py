@@ -124,7 +124,7 @@ def flows_of_exchange(schedule: Schedule) -> Flows:
 def _alike(schedule: Schedule, width: int) -> Placement:
     """Place each channel on one rail for all pairs; spread undivided parts over all rails.
 
-    The schedule is a gather or scatter.
+    The schedule must be a gather or scatter.
     """
     pairs = sorted({flow[1:3] for flow in flows_of_exchange(schedule).flows})
     edges = tuple(Edge(0, low, high, (low + high) % width) for low, high in pairs)
@@ -132,7 +132,10 @@ def _alike(schedule: Schedule, width: int) -> Placement:
 
 
 def _turns(schedule: Schedule, width: int) -> tuple[int, ...]:
-    """Return link channels that place channel c, above 0, on home rail ``(c - 1) % width``."""
+    """Return link channels that place each channel c above 0 on home rail ``(c - 1) % width``.
+
+    Channel 0 gets link channel 0.
+    """
     return (0, *(c * width + (c - 1) % width for c in range(1, schedule.nchannels)))
 
 
@@ -156,7 +159,7 @@ def _in_proportion(schedule: Schedule, flows: Flows, fabric: Fabric, health: Hea
 def _dealt(shares: Sequence[int], turn: int, count: int) -> list[int]:
     """Return a rail for each of `count` channels, in proportion to the rails' `shares`.
 
-    Of equally good rails, the first one at or after rail `turn`, cyclically, is taken.
+    Ties go to the first rail at or after rail `turn`, cyclically.
     """
     width = len(shares)
     if not any(shares):  # routing chooses the path

@@ -1,4 +1,4 @@
-"""Results of planning that are kept for later calls, as long as the health may still be in use.
+"""Results of planning that are kept for later calls while their health may still be in use.
 
 Invariant: when the first result for a new version of the health is kept, the results of all older
 versions except the previous one are dropped. The previous version may still be in use, by calls
@@ -24,7 +24,7 @@ class Kept(dict[Key, Value]):
     Parameters
     ----------
     most : int
-        Maximum number of results. Further results drop the oldest.
+        Maximum number of results. Keeping one more drops the oldest.
     most_size : int, optional
         Maximum size of all results together, in a unit that the caller chooses, such as edges; one
         result may exceed it. Default: the size does not matter.
@@ -44,7 +44,9 @@ class Kept(dict[Key, Value]):
     def keep(self, key: Key, value: Value, size: int = 0) -> Value:
         """Keep and return `value`, the result for `key`; drop older results that exceed a limit.
 
-        `size` is the size of `value`, in the unit of `most_size`, and ignored without `most_size`.
+        If the health version in `key` is new, also drop the results of the versions before the
+        previous one. `size` is the size of `value`, in the unit of `most_size`, and ignored without
+        `most_size`.
         """
         newest = self._newest
         if key[0] > newest:

@@ -61,8 +61,9 @@ class LinkSteps(NamedTuple):
     """Steps of a lane that send on one link, or steps that receive from it, in slice order.
 
     ``peer`` and ``channel`` identify the link; ``channel`` is a link channel, which may differ from
-    the schedule's channel. ``depth`` limits the number of landing places that the receiver
-    announces ahead, as does ``R2CC_LANDING_DEPTH``.
+    the schedule's channel. ``steps`` has indices in `Lane.steps`. ``depth`` is the maximum number
+    of landing places that the receiver announces ahead, if it is less than
+    ``R2CC_LANDING_DEPTH``.
     """
 
     peer: int
@@ -96,7 +97,7 @@ class Layout(msgspec.Struct, frozen=True):
     count, itemsize : int
         Number of elements of the whole buffer, and bytes of an element.
     slice_nbytes : int
-        Largest size of a slice: whole elements, at least one.
+        Largest size of a slice in bytes: a whole number of elements, at least one.
     lanes : tuple of Lane
         One lane per channel of the schedule. If `lower` was called with ``whole_nbytes``, channels
         without any step are left out.
@@ -329,10 +330,10 @@ def _clear_busy_links(
 ) -> tuple[Step, ...]:
     """Return `steps`, with cleared slices on links that would carry many large eager slices.
 
-    An eager slice is copied twice more than a cleared one, and a link stops at a few unconfirmed
-    eager slices. The receiver must announce the place of a cleared slice, but on a link with many
-    slices it does so while earlier ones are under way. For a large slice, this costs less than the
-    copies. Both ends of a link clear the same slices, because they have the same slices.
+    An eager slice is copied twice more than a cleared one, and a link waits once it has a few
+    unconfirmed eager slices. The receiver must announce the place of a cleared slice, but on a link
+    with many slices it does so while earlier ones are under way. For a large slice, this costs less
+    than the copies. Both ends of a link clear the same slices, because they have the same slices.
 
     Measured with 4 ranks over loopback: an exscan of 1 MiB, whose links carry 16 slices of 32 KiB
     each, takes half of the time; other collectives take the same time.
@@ -397,8 +398,8 @@ def limit_windows(layout: Layout, nhomes: int, nbytes: int) -> Layout:
     nhomes : int
         Number of home rails. Link channels with equal remainder modulo `nhomes` share a port.
     nbytes : int
-        In-flight byte budget of a port with several senders. Links of other ranks that share the
-        port are not counted.
+        In-flight byte budget of a port with several senders. If ranks share the port, the links of
+        the other ranks are not counted.
 
     Notes
     -----

@@ -123,7 +123,8 @@ def place(nchannels: int, homes: Sequence[int], health: Health) -> Placement:
     Returns
     -------
     Placement
-        On a healthy network, channels in order, with equal weights.
+        Link channel and weight of each channel. On a healthy network, the link channels are the
+        channel numbers, and the weights are equal.
 
     Raises
     ------
@@ -248,7 +249,7 @@ def port_time(
 
     A port with share s carries s buffers per unit of time; s is at most `WHOLE`. Load placed on a
     port that is down detours over the home rails that are up at both ends, in proportion to their
-    shares. Returns None if two neighbours have no common home rail.
+    shares. Returns None if two neighbors have no common home rail.
     """
     ports = _Ports(homes, health, nodes)
     carried = flows or flows_of(schedule)
@@ -296,7 +297,7 @@ def ring_time(
     """Return the `port_time` of a ring allreduce in rank order, computed without its flows.
 
     Unlike in `port_time`, a channel detours as a whole, to the rail that then has the least
-    detoured weight relative to its share. Returns None if two neighbours have no common home rail.
+    detoured weight relative to its share. Returns None if two neighbors have no common home rail.
     """
     n, width = health.nranks, len(homes)
     channels: list[list[int]] = [[] for _ in homes]

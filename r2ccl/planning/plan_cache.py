@@ -93,7 +93,7 @@ class Planning(msgspec.Struct, frozen=True):
     longest_s: float = 0.0
 
 
-#: Function that maps a layout with a communicator's ranks and link channels to one with its job's.
+#: Maps a layout with the ranks and link channels of a communicator to one with those of its job.
 Place = Callable[[Layout], Layout]
 
 
@@ -168,8 +168,9 @@ class GroupPlanCache:
 
         Raises
         ------
-        InvalidArgument
-            If the dtype does not support the reduction.
+        InvalidArgument, ImportError, TransportError
+            If `r2ccl.kernels.arithmetic` raises it, for example because the dtype does not support
+            the reduction.
         """
         key = (health.version, call, parts)
         found = self._renumbered.get(key)
@@ -206,7 +207,7 @@ class CheckedSchedules:
     """
 
     def __init__(self) -> None:
-        #: Keys of the schedules, and whether their order was checked.
+        #: Key of each accepted schedule, with whether its reduction order was checked too.
         self._keys: set[tuple[Hashable, bool]] = set()
 
     def check(self, schedule: Schedule, key: Hashable, *, is_ordered: bool) -> None:
@@ -249,7 +250,8 @@ class PlanCache:
         True if plans use the lowest link channels (see `Placement.packed`); needs one rank per
         node.
     checked : CheckedSchedules, optional
-        Schedules that need no check, shared with other plan caches. Default: none.
+        Record of schedules that need no check, shared with other plan caches. Default: a new,
+        empty one.
     """
 
     def __init__(
@@ -329,8 +331,9 @@ class PlanCache:
 
         Raises
         ------
-        InvalidArgument
-            If the dtype does not support the reduction; for `own`, also as in `check_own`.
+        InvalidArgument, ImportError, TransportError
+            If `r2ccl.kernels.arithmetic` raises it, for example because the dtype does not support
+            the reduction. For `own`, InvalidArgument also as in `check_own`.
         ScheduleError
             If `own` is not a correct schedule, or does not reduce in rank order although the
             operation is not commutative.
@@ -473,7 +476,11 @@ class PlanCache:
         return self._take(op, self._cost_of(call, health, two_level_ns), health)
 
     def _take(self, op: int, cost: SampleCost | None, health: Health) -> bool:
-        """Count a call whose `_cost_of` is `cost`, and return whether it must be a sample."""
+        """Count a call whose `_cost_of` is `cost`, and return whether it must be a sample.
+
+        If the call is a candidate and `health` has another version than the last count, start a new
+        count first.
+        """
         if cost is not None and health.version != self._samples.version:
             is_slow = any(0 < share < WHOLE for share in health.shares)
             self._samples.begin(health.version, is_slow=is_slow)
@@ -542,13 +549,13 @@ _CostKey = tuple[int, CallSignature, int | None]
 
 #: Maximum number of plans per cache. A training job has a few dozen call shapes.
 _KEPT = 1024
-#: Maximum size of these plans together, in slice boundaries (36 bytes each, measured with
-#: tracemalloc for alltoallvs of 64 and 256 ranks), and size of a step without its boundaries.
-#: Calls with equal parts are few in a job and repeat; their plans can be large (a ring of 64 ranks
-#: and 8 rails: 140,000).
+#: Maximum size of the plans of calls with equal parts together, in slice boundaries (36 bytes each,
+#: measured with tracemalloc for alltoallvs of 64 and 256 ranks). Such calls are few in a job and
+#: repeat; their plans can be large (a ring of 64 ranks and 8 rails: 140,000).
 _KEPT_SIZE = 1 << 23
 #: The same for calls with unequal parts, which can differ in every call.
 _UNEQUAL_SIZE = 1 << 21
+#: Size of a step without its slice boundaries, in slice boundaries.
 _STEP_SIZE = 8
 #: Largest product of ranks and channels of a schedule that is checked before use (some 10 ms).
 _CHECKED_SIZE = 64

@@ -14,7 +14,7 @@ commutative runs recursive doubling, or chains in rank order. ``R2CC_MODE`` rest
 families; in mode auto, ``R2CC_ALGO`` can fix the family of larger allreduces. Its value ``ring``
 also restricts the other collectives, as the modes failstop, migrate and balance do.
 
-If some nodes have no common home rail, a schedule runs in which every two neighbours have one, if
+If some nodes have no common home rail, a schedule runs in which every two neighbors have one, if
 such a schedule is found. Scans, alltoalls, exchanges of unequal parts and operations that are not
 commutative are exceptions.
 """
@@ -158,10 +158,11 @@ class Planner:
     def options(self, call: CallSignature, nbytes: int, health: Health) -> list[Choice]:
         """Return the schedules that a call could run, with predicted times; one or more per family.
 
-        For an allreduce, this includes families that `plan` does not try with these settings and
-        this health, but no spanning tree if another family can run. For another collective, the
-        only element is the choice of `plan` if there is no other candidate, or if `plan` compares
-        none because the data fits one eager slice. Its predicted time may then be 0.
+        The operation of `call` must be commutative. For an allreduce, the result includes families
+        that `plan` does not try with these settings and this health, but no spanning tree if
+        another family can run. For another collective, the only element is the choice of `plan` if
+        there is no other candidate, or if `plan` compares none because the data fits one eager
+        slice. Its predicted time may then be 0.
         """
         if call.collective == Collective.ALLREDUCE:
             return self.compare(nbytes, health, FAMILIES)
@@ -194,7 +195,7 @@ class Planner:
         elif call.collective in PREFIXES:
             schedule = scan.doubling(nranks, is_exclusive=call.collective == Collective.EXSCAN)
         elif is_bridged:
-            # Some nodes have no common home rail; neighbours in this tree have one.
+            # Some nodes have no common home rail; neighbors in this tree have one.
             parents = spanning_tree.span(nranks, terms.rank_meets(), call.root)
             schedule = _TREES.get(call.collective, tree.allreduce)([parents], "spanning_tree")
         elif call.collective in _TREES:
@@ -255,7 +256,7 @@ class Planner:
     def _placed_for(self, call: CallSignature, terms: Terms, health: Health) -> list[Placed]:
         """Return the placed candidates of a collective other than allreduce.
 
-        Candidates in which two neighbours share no home rail are left out, unless that leaves none.
+        Candidates in which two neighbors share no home rail are left out, unless that leaves none.
         The candidates are cached for each health.
         """
         collective = Collective(call.collective)
@@ -281,9 +282,9 @@ class Planner:
         """Return the candidates for an allreduce of `nbytes`, each with its predicted time.
 
         They are in the order of `families`; a family may have several or none. Candidates in which
-        two neighbours share no home rail are left out. If this leaves none, the ring is tried, then
+        two neighbors share no home rail are left out. If this leaves none, the ring is tried, then
         the families in `_BRIDGED`. If this leaves none either, the result is the ring, although
-        some neighbours in it share no home rail.
+        some neighbors in it share no home rail.
 
         If nodes have several ranks, a schedule can be over nodes (`Choice.is_among_nodes`); `plan`
         expands the one that it chooses.
@@ -304,7 +305,7 @@ class Planner:
             found = [each for each in placed if each.has_way]
             if found:
                 break
-        # Neighbours without a common home rail use a bypass or a rail that is no home rail, or wait
+        # Neighbors without a common home rail use a bypass or a rail that is no home rail, or wait
         # for a rail to come back.
         found = found or self._put("ring", terms, carried)
         return [predict(each, nbytes, self.fabric, self._config) for each in found]
@@ -458,7 +459,7 @@ def reason(chosen: Choice, found: Sequence[Choice]) -> str:
     """Return a text that says why `best` chose `chosen` among `found`.
 
     The text gives the predicted times of `chosen` and of the fastest other family. It gives none if
-    there is no other family, or if some neighbours in `chosen` have no common home rail.
+    there is no other family, or if some neighbors in `chosen` have no common home rail.
     """
     least: dict[str, Choice] = {}
     for each in sorted(found, key=lambda choice: choice.predicted_ns):
@@ -516,7 +517,8 @@ def _is_bridged(terms: Terms) -> bool:
 def full_channels(nhomes: int, nrails: int) -> int:
     """Return the number of channels that keeps all home rails busy, even if one rail is lost.
 
-    Each home rail has ``nrails - 1`` channels, but at least one. The channels of a lost rail then
+    `nrails` is the number of rails whose bandwidths add up (`Fabric.nwires`). Each of the `nhomes`
+    home rails has ``nrails - 1`` channels, but at least one. The channels of a lost rail then
     spread evenly over the other rails.
     """
     return nhomes * max(1, nrails - 1)
@@ -544,7 +546,7 @@ _Key = tuple[int, str, int]
 _FOR_WHOLE = ("ring", "dissemination", "packed_trees", "tree")
 _FOR_DEGRADED = ("packed_trees", "ring", "bridged_ring", "tree")
 #: Families for networks in which some nodes have no common home rail. They are tried if every
-#: candidate of the families tried before has neighbours without a common home rail.
+#: candidate of the families tried before has neighbors without a common home rail.
 _BRIDGED = ("bridged_ring", "packed_trees", "spanning_tree")
 #: Factor of the least predicted time up to which choices count as equally good: the error of
 #: predictions.

@@ -173,7 +173,7 @@ class TwoLevelPlans:
         user-defined, or its collective is in `PARTED` and the ranks are not numbered node by node.
         A call of at most ``R2CC_EAGER_NBYTES`` runs in one level unless two levels need fewer
         steps. In the modes r2cc and auto, a larger call runs in one level if that is predicted to
-        take less time by more than 2 %, or if some neighbours would have no common home rail,
+        take less time by more than 2 %, or if some neighbors would have no common home rail,
         whether the groups run at home or everywhere.
         """
         key = (health.version, call, sizes)
@@ -305,7 +305,7 @@ class TwoLevelPlans:
         """Return whether groups run at home (False: everywhere), and the predicted time in ns.
 
         Return None if one level is faster by more than 2 % (`_AS_GOOD`), or if neither way works,
-        because some neighbours have no common home rail. Only the times between the nodes are
+        because some neighbors have no common home rail. Only the times between the nodes are
         compared; the times of the steps within a node are neglected.
         """
         one = self._plans.choice_of(call, health)
@@ -348,7 +348,7 @@ class TwoLevelPlans:
     ) -> Fraction | None:
         """Return the predicted time of groups at home, in ns.
 
-        Return None if two neighbours in the ring of nodes have no common home rail.
+        Return None if two neighbors in the ring of nodes have no common home rail.
         """
         if self._plans.fabric.nwires == 1:  # losing one of these rails costs no bandwidth
             slowdown = slowdown_of([[max(row)] for row in rows], [1])
@@ -410,8 +410,8 @@ def slowdown_of(rows: Sequence[Sequence[int]], weights: Sequence[int]) -> Fracti
 
     ``rows[i][r]`` is the share (`r2ccl.failover.health.table`) of the port of node i on rail r; the
     nodes form a ring in this order. Rail r carries an amount of data proportional to
-    ``weights[r]``. Between two neighbours, the load of a rail that is down spreads over those that
-    are up, in proportion to their shares. Returns None if two neighbours have no common rail.
+    ``weights[r]``. Between two neighbors, the load of a rail that is down spreads over those that
+    are up, in proportion to their shares. Returns None if two neighbors have no common rail.
     """
     busiest = Fraction(0)
     for one, other in pairwise((*rows, rows[0])):
@@ -434,7 +434,7 @@ def count_chunks(nbytes: int, npieces: int = 1) -> int:
 
     The first and the last step of a call, within the nodes, do not overlap with the network; they
     are shorter with smaller chunks. Between two chunks, the network idles for `_GAP_NS`. The number
-    of chunks minimises the sum of both times. If a chunk has more than two pieces, there are fewer
+    of chunks minimizes the sum of both times. If a chunk has more than two pieces, there are fewer
     chunks, because every piece takes a step within the nodes.
     """
     exposed_ns = 2 * nbytes * 10**9 // _LOCAL_BYTES_PER_S

@@ -701,8 +701,8 @@ def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
     """Return views of an input and an output of equal size and dtype.
 
     If `out` is None, `x` is both input and output. A JAX array is immutable, so it is only the
-    input; without `out`, a new output is allocated. Raise InvalidArgument if the arrays differ in
-    size or dtype.
+    input; without `out`, a new output is allocated. Raise InvalidArgument if `view` or `_output`
+    refuses an array, or if the arrays differ in size or dtype or overlap in part.
     """
     is_same = out is None or out is x
     if type(x) is np.ndarray:  # as `view`, inlined: most arrays are NumPy arrays
@@ -721,8 +721,8 @@ def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
 def _output(source: Memory | None, out: Any) -> Memory:
     """Return a view of `out`.
 
-    Raise InvalidArgument unless `out` and `source`, if given, are both in host memory or both on
-    one GPU; an array without memory may be on any GPU.
+    Raise InvalidArgument if `view` refuses `out`. Also if `source` is given, unless both are in
+    host memory or both on one GPU; an empty device array counts as on any GPU.
     """
     try:
         output = view(out, writable=True)

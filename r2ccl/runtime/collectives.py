@@ -388,7 +388,10 @@ class Collectives:
         return self._run_message(request.wait)
 
     def _run_message(self, fn: Callable[[], _T]) -> _T:
-        """Return ``fn()``; most errors, and Ctrl-C, end the communicator."""
+        """Return ``fn()``; if it raises, end the communicator, except after three errors.
+
+        These are `InvalidArgument`, `ConcurrentCalls` and `CommunicatorRevoked`.
+        """
         try:
             return fn()
         except (InvalidArgument, ConcurrentCalls, CommunicatorRevoked):
@@ -504,7 +507,8 @@ class Collectives:
     def _run(self, fn: Callable[[], None], timeout_s: float) -> bool:
         """Take the turn, which this thread must not hold yet, run `fn`, and return True.
 
-        Return False, without running `fn`, if the turn does not become free within `timeout_s`.
+        Return False, without running `fn`, if another thread keeps the lock of the turn, or
+        compiled code keeps the turn, for `timeout_s` seconds.
         """
         is_mine, turn = False, self._turn
         try:

@@ -291,7 +291,9 @@ class DataLoop:
     def _stand_aside(self, caller: Caller, is_done: Callable[[], bool], deadline: float) -> None:
         """Let another thread own the loop until the loop is free, or this thread's wait is over.
 
-        This thread then owns the loop again. After Ctrl-C, `give_up` takes the loop back.
+        The wait is over if ``is_done()``, if the communicators have ended, or at `deadline`. When
+        this method returns, this thread owns the loop again. After Ctrl-C, `give_up` takes the loop
+        back.
         """
         follower = _Follower(is_done)
         was_calling = caller.is_calling
@@ -433,7 +435,8 @@ class DataLoop:
         """Run the loop until it has no events, for some milliseconds at most.
 
         A call of `caller` that waits outside of the loop calls this method, so that the loop runs
-        meanwhile. If another thread owns the loop, return at once.
+        meanwhile. If a thread owns the loop, return at once. That thread may be this one, if the
+        caller is a signal handler.
 
         Raises
         ------
@@ -597,6 +600,7 @@ class DataLoop:
         lets `program` run again or returns False, and must not wait. Return NotImplemented, without
         repeating the call, if no call is held, a thread owns the loop, the loop has other work, or
         ``switch`` returns False. Also return NotImplemented if timers are due, after running them.
+        If this method raises, the communicators have ended.
         """
         owner, compiled = self.owner, self.compiled
         assert compiled is not None

@@ -38,9 +38,9 @@ class DesyncCheck:
     Parameters
     ----------
     rank : int
-        This rank.
+        This rank. All ranks are numbered as in the communicator.
     peers : iterable of int
-        All other ranks.
+        All other ranks of the communicator.
     patience_s : float
         Time without progress, in seconds, after which a call asks the other ranks.
     control : Post
@@ -69,7 +69,8 @@ class DesyncCheck:
     def on_calling(self, message: Calling, op: int, signature: int | None) -> None:
         """Store the reports of a neighbor; if its question is new, pass the question on.
 
-        `op` is the last collective that this rank has called, and `signature` its signature.
+        `op` is the last collective that this rank has called, and `signature` its packed signature;
+        None: not known.
         """
         for rank, theirs, what in message.last:
             if theirs > self.said.get(rank, theirs):
@@ -80,7 +81,10 @@ class DesyncCheck:
             self._ask(message.op, op, signature)
 
     def called(self, op: int, signature: int) -> None:
-        """Record that this rank has called `op` (at most `asked_op`); `spread` will report it."""
+        """Record that this rank has called `op`, so that `spread` reports it.
+
+        `op` must be at most `asked_op`: nobody has asked for later collectives.
+        """
         self._own, self._own_signature = op, signature
         self._unspread.add(self._rank)
 

@@ -97,7 +97,7 @@ class _ClosedPath(NamedTuple):
 
 
 #: Function that returns the plan of the next collective; its arguments are the health to plan with
-#: and the number of the last collective.
+#: and the number of the collective before it.
 SelectPlan = Callable[[Health, int], Plan]
 
 
@@ -434,7 +434,7 @@ class Engine:
     def enter(self) -> Health:
         """Enter the next collective and return the health to plan it with.
 
-        Waits while the ranks agree on a new health. The caller then passes the plan to `run`.
+        Wait while the ranks agree on a new health. The caller then passes the plan to `run`.
 
         Raises
         ------
@@ -711,8 +711,8 @@ class Engine:
     def fail_local(self, error: BaseException) -> None:
         """End the communicator because a call or message in shared memory raises `error`."""
         rank = self._job.rank
-        # A call raises its own error also if another rank has ended the communicator before; Ctrl-C
-        # is then no report of that end.
+        # A call raises its own `R2cclError` even if another rank has ended the communicator before.
+        # Ctrl-C then does not tell the caller of that end, so the next call must raise the error.
         if isinstance(error, R2cclError) or self._revocation.error is None:
             self.has_raised = True
         if not isinstance(error, R2cclError):
@@ -935,7 +935,8 @@ class Engine:
         """Raise an error if the communicator has ended.
 
         The error is a copy of the error that ended the communicator or, if a call has already
-        raised that error, `CommunicatorRevoked`.
+        raised that error, `CommunicatorRevoked`. The end then counts as known to the user (see
+        `check_unknown`).
         """
         error = self._revocation.error
         if error is None:

@@ -114,7 +114,7 @@ class HostCall:
         True if the slices serve to measure the bandwidth of the rails. This requires that no two
         peers send to the same port.
     scratch : ndarray of uint8, optional
-        Scratch memory, if the layout uses it. Default: new memory.
+        Scratch memory for ``layout.count`` elements, if the layout uses any. Default: new memory.
     """
 
     __slots__ = ("finish", "is_bandwidth_sample", "layout", "output", "reduce", "spaces", "views")

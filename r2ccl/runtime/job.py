@@ -419,8 +419,10 @@ class Job:
 
         If this call starts the cleanup, `deadline_s`, in seconds, is also the timeout of its steps,
         except the last step, which frees memory and connections and has longer timeouts of its
-        own. If `is_below`, wait only until the control plane is closed. Do nothing in a forked
-        process, nor while Python ends, because the cleanup thread no longer runs then.
+        own. Before the cleanup, end the dump on a signal and, unless `is_left`, send the other
+        ranks the error that ended the job, if any. If `is_below`, wait only until the control plane
+        is closed. Do nothing in a forked process, nor while Python ends, because the cleanup thread
+        no longer runs then.
         """
         if self.is_forked or sys.is_finalizing():
             return

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
-#: Maximum number of communicators of a rank that share memory; each takes 3 MiB per rank, and up
-#: to 32 MiB for messages. Further communicators use the network.
+#: Maximum number of communicators of a rank that share memory; further ones use the network. Each
+#: takes 3 MiB of memory at every rank, and up to 32 MiB more at every rank for messages.
 MOST_GROUPS = 32
 
 
@@ -219,9 +219,9 @@ class LocalCalls:
             self.repeats.forget()
 
     def leave(self, make: Make, x: Any, out: Any) -> None:
-        """Take back the arrays of the repeated call ``make(x, out, ...)``, which has failed.
+        """Withdraw the arrays of a failed call from the peers, which may be accessing them.
 
-        Peers may be accessing these arrays; see `r2ccl.shm.group.LocalGroup.leave`.
+        The call repeated ``make(x, out, ...)``. See `r2ccl.shm.group.LocalGroup.leave`.
         """
         output = array_of(x if out is None else out) if make is allreduce else None
         self._group.leave(output)

@@ -211,8 +211,9 @@ class Participant:
                     self._control, obstacle, tuple(teams.values())
                 )
         except TransportError as exc:
-            # With R2CC_SHM=1, a rank that cannot share memory ends the communicator, and the error
-            # below says why. The error of a fault is of a subclass.
+            # If the communicator has ended, raise the error that ended it. Not if R2CC_SHM=1 and
+            # ranks cannot share memory: another rank may then have ended it for this reason, which
+            # the error below names. Errors of failures, such as a timeout, are of subclasses.
             if self._config.shm != "1" or type(exc) is not TransportError:
                 self.engine.check()
             if self._config.shm == "1":

@@ -47,7 +47,7 @@ class Repeats:
     Parameters
     ----------
     most : int
-        Maximum number of calls that are remembered.
+        Maximum number of calls that are remembered; one more call displaces all of them.
 
     Attributes
     ----------

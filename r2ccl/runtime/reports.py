@@ -1,8 +1,8 @@
 """Reports of a rank on its rails, its memory, its repairs and its calls.
 
-The reports cover the whole job, except that the calls, their plans, and the agreed health are those
-of one communicator. Any thread may make a report, without waiting for a call; see
-`r2ccl.runtime.status`.
+The rails, memory and repairs are those of this rank in the job, for all its communicators. The
+calls, their plans and the agreed health are those of one communicator. Any thread may make a
+report, without waiting for a call; see `r2ccl.runtime.status`.
 """
 
 from __future__ import annotations

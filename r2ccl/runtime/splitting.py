@@ -175,8 +175,9 @@ def agree(
         If `color` or `key` is not a 64-bit integer, if `allgather` returns bytes that no rank
         can have passed, or if no context id is free on all ranks of the new communicator.
     TransportTimeout
-        If, after `timeout_s`, other threads are still making communicators, or all context ids of a
-        rank are still in use.
+        If, after `timeout_s`, other threads are still making communicators, all context ids of a
+        rank are still in use, or the ranks have not agreed because one of them called late. Raised
+        on all ranks that take part.
     R2cclError
         If `allgather` raises it, for example because the communicator has ended.
 

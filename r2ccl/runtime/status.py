@@ -3,7 +3,7 @@
 The status can be read in any thread and in a signal handler. It is read without waiting for a lock,
 so that it is available even while the data loop hangs. Each table is copied in one step, but
 counters that belong together may differ by one slice. Times are readings of CLOCK_MONOTONIC in
-seconds, as in `Repair`.
+seconds, as in `Repair`. Ranks are numbered as in the job, except in `AgreedHealth`.
 
 Invariant: the functions of this module change nothing. (`Reports` first settles a held call.)
 """
@@ -69,7 +69,8 @@ class Pending(msgspec.Struct, frozen=True):
     ----------
     rank : int
     doing : str
-        The blocked call, with its number and arguments, if any; empty: no call is blocked.
+        Text that names the blocked call, and its number and arguments if it has them. Empty: no
+        call is blocked.
     now_s, since_s : float
         Time of this reading, and time at which the present wait of the call began.
     absent : dict of int to int
@@ -321,10 +322,11 @@ class AgreedHealth(msgspec.Struct, frozen=True):
 
 
 class HeldPath(msgspec.Struct, frozen=True):
-    """Path that is used again after it has answered all probes for ``hold_s`` seconds.
+    """Path out of use that must answer probes before it is used again.
 
-    The path has failed, or its exclusion has ended. If no other path to the peer is up, the path is
-    used earlier.
+    The path has failed, or its exclusion has ended. It must answer ``R2CC_FAILBACK_PROBES`` probes
+    in a row, and all probes for ``hold_s`` seconds (0: no such time). If no other path to the peer
+    is up, the path is used earlier.
     """
 
     peer: int
@@ -338,8 +340,8 @@ class RankStatus(msgspec.Struct, frozen=True):
     ``now_s`` is the time of this reading. ``error`` is the error that ended the communicator, or
     empty. ``nconnects`` is the number of calls and messages that connected data paths before their
     first slice. ``operations`` has the collective in the data loop, if any. ``health`` is None with
-    ``R2CC_MODE=failstop``. ``held`` has the paths that must answer probes for some time before they
-    are used again; only those to higher ranks, because the lower of two ranks restores their paths.
+    ``R2CC_MODE=failstop``. ``held`` has the paths that must answer probes before they are used
+    again; only those to higher ranks, because the lower of two ranks restores their paths.
     ``planning`` has the number and the times of the plans made with the same health as the last
     plan.
     """

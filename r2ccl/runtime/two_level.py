@@ -120,7 +120,8 @@ class TwoLevelCalls:
         self._worker = Worker(f"r2ccl-node-{engine.rank}", nullcontext(), self._on_error)
         #: True if there is a kernel for shared memory, by dtype and op.
         self._taken: dict[tuple[int, int], bool] = {}
-        #: Identifier of the thread of the current call; True once its first steps are done.
+        #: Identifier of the thread of the current call. True once all ranks of the node are known
+        #: to have begun its first steps, or its first step between the nodes is done.
         self._caller = 0
         self._has_begun = False
         engine.attach(self)
@@ -414,7 +415,10 @@ class _TeamExchange:
         self._team = team
 
     def __call__(self, mine: bytes) -> list[bytes]:
-        """Return the argument `mine` of each rank of the node, at most `_NBYTES` bytes each."""
+        """Return the argument `mine` of each rank of the node, in the order of `team`.
+
+        `mine` must have at most `_NBYTES` bytes.
+        """
         rows = self._allgather(_pack(_MORE, mine))
         return [_unpack(rows[rank]) for rank in self._team]
 

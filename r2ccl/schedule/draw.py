@@ -104,7 +104,7 @@ def svg(schedule: Schedule, caption: str = "", max_panels: int = DEFAULT_PANELS)
     -------
     str
         An SVG document with its own background. Arrows are messages; wider arrows carry more data.
-        On a channel with several chunks, arrows are numbered and coloured by chunk. On a channel
+        On a channel with several chunks, arrows are numbered and colored by chunk. On a channel
         with one chunk, they have no numbers, and all have the channel's colour.
 
     Raises

@@ -174,9 +174,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     Raises
     ------
     InvalidArgument
-        If a field is not of its type, `nranks` or a number of chunks is below 1, there is no
-        channel, the number of weights is not the number of channels, a weight is negative, all
-        weights are 0, or `root` is not a rank.
+        If a field is not of its type, a value of `cost` is negative, `nranks` or a number of chunks
+        is below 1, there is no channel, the number of weights is not the number of channels, a
+        weight is negative, all weights are 0, or `root` is not a rank.
     """
 
     name: str

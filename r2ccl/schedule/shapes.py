@@ -25,7 +25,7 @@ _COLOURS = (
 
 
 def colour(number: int) -> str:
-    """Return colour `number` modulo 8; -1 is grey."""
+    """Return colour `number` modulo 8; -1 is gray."""
     return _COLOURS[number % len(_COLOURS)]
 
 
@@ -58,7 +58,7 @@ def line(begin: Point, end: Point, ink: str, width: float = 1) -> str:
 
 
 def plus(at: Point, ink: str, *, is_filled: bool) -> str:
-    """Draw a plus sign in a circle centred at `at`; the circle is white unless `is_filled`."""
+    """Draw a plus sign in a circle centered at `at`; the circle is white unless `is_filled`."""
     ground, sign = (ink, "#fff") if is_filled else ("#fff", ink)
     return (
         f'<circle cx="{_n(at[0])}" cy="{_n(at[1])}" r="{RADIUS - 0.5}" fill="{ground}" '
@@ -68,7 +68,7 @@ def plus(at: Point, ink: str, *, is_filled: bool) -> str:
 
 
 def square(at: Point, ink: str) -> str:
-    """Draw an empty square centred at `at`."""
+    """Draw an empty square centered at `at`."""
     return (
         f'<rect x="{_n(at[0] - 4)}" y="{_n(at[1] - 4)}" width="8" height="8" fill="#fff" '
         f'stroke="{ink}" stroke-width="1.5"/>'
@@ -76,7 +76,7 @@ def square(at: Point, ink: str) -> str:
 
 
 def badge(at: Point, label: str, ink: str) -> str:
-    """Draw a short white text on a coloured field centred at `at`."""
+    """Draw a short white text on a colored field centered at `at`."""
     half = badge_width(label) / 2
     return (
         f'<rect x="{_n(at[0] - half)}" y="{_n(at[1] - 7.5)}" width="{_n(2 * half)}" height="15" '
@@ -98,7 +98,7 @@ def text(
     is_centred: bool = False,
     is_bold: bool = False,
 ) -> str:
-    """Draw one line of text that starts at `at` or, with `is_centred`, is centred at `at`."""
+    """Draw one line of text that starts at `at` or, with `is_centred`, is centered at `at`."""
     more = ' text-anchor="middle"' if is_centred else ""
     more += ' font-weight="bold"' if is_bold else ""
     return (

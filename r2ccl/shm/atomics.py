@@ -200,7 +200,7 @@ def futex_wake(typing_context: Any, address: Any) -> Any:
 def read_memory(typing_context: Any, pid: Any, target: Any, source: Any, nbytes: Any) -> Any:
     """Copy `nbytes` bytes at `source` in process `pid` to `target`: process_vm_readv(2).
 
-    Returns the number of bytes copied; -1 if the call failed.
+    Returns the number of bytes copied, which may be less than `nbytes`; -1 if the call failed.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -187,7 +187,8 @@ def make_exchange() -> Loop:
                     sent = max(sent, sent_from[peer] + sent_nbytes[peer])
                 put = max(put, put_to[peer] + put_nbytes[peer])
 
-        # True if headers have a place or zero; if parts have the same size, all ranks decide alike.
+        # True if headers have the words of places (0: no place). All ranks decide alike if parts
+        # have the same size; otherwise it is always True.
         least = min(given[LOOP_LEAST_REACHED], given[LOOP_LEAST_READ])
         is_reaching = has_tables or nbytes >= least
         # With a root, the duration of a rank that only sends says nothing about the receivers.

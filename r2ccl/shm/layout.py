@@ -33,8 +33,9 @@ MOST_PAGE_NBYTES = 1 << 16
 #: The lower 32 bits of successive values of a word must differ, because a futex compares only these
 #: bits; the round number in a header advances by `NHEADERS` calls at a time.
 ROUND_BITS = 26
-#: Distance between the first rounds of two successive calls; no call has as many rounds: they would
-#: move 64 GiB to each of 256 ranks. Index that a rank announces when it has finished a call.
+#: `CALL_STEP` is the distance between the first rounds of two successive calls; no call has as many
+#: rounds: they would move 64 GiB to each of 256 ranks. `LAST_ROUND` is the index of the round that
+#: a rank announces when it has finished a call.
 CALL_STEP = 1 << ROUND_BITS
 LAST_ROUND = CALL_STEP - 1
 
@@ -56,8 +57,8 @@ LEFT = 3 * LINE_NBYTES
 #: Mutex that the owner holds as long as it uses the segment: a ``pthread_mutex_t``, of 40 or 48
 #: bytes, and a flag. See `r2ccl.shm.robust_mutex`.
 MUTEX = 4 * LINE_NBYTES
-#: Process id of the owner; address of a word in the memory of this process that is not shared, and
-#: the value of the word; 1 if the owner can read the memory of all other ranks. See
+#: Process id of the owner; address of a word in the private memory of the owner's process, and the
+#: value of the word; 1 if the owner can read the memory of all other ranks, else 0. See
 #: `r2ccl.shm.reading`.
 PID = 5 * LINE_NBYTES
 PROBE, TOKEN, CAN_READ = PID + 8, PID + 16, PID + 24
@@ -70,7 +71,7 @@ HEADERS, NHEADERS = 16 * LINE_NBYTES, 16
 #: compared it.
 NAHEAD = NHEADERS // 2
 #: Number of calls whose headers a rank compares at a time, if nothing makes it compare them before;
-#: and largest number of calls with one round that a rank has finished without announcing it.
+#: and maximum number of calls with one round that a rank has finished but not announced in DONE.
 BATCH = 4
 #: Further words of a header: packed signature of the call; number of stage slots that the owner's
 #: earlier calls have used.

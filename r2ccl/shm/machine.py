@@ -26,7 +26,8 @@ def home_cpu(index: int, nranks: int) -> int:
     """Return a CPU for rank `index` of the `nranks` ranks of this host, different for each rank.
 
     All ranks must be allowed to run on the same CPUs. Return -1 if there are more ranks than such
-    CPUs, or one of these CPUs has a number that is too large for the sets of CPUs in compiled code.
+    CPUs, or one of these CPUs has a number above ``8 * CPU_SET_NBYTES - 1``, which the sets of CPUs
+    in compiled code cannot contain.
     """
     cpus = sorted(os.sched_getaffinity(0))
     return cpus[index] if nranks <= len(cpus) and cpus[-1] < 8 * CPU_SET_NBYTES else -1

@@ -3,9 +3,8 @@
 The memory for messages of a rank follows the memory for collectives in its segment. It has a
 *bell*, a word that peers increment to wake the owner; a word that the owner sets when it drops its
 messages; then for each peer the owner's positions in the two rings between the owner and that peer,
-and counts; then for each peer the ring of frames to that peer.
-Only the owner writes this memory, apart from the bell. The pages of a ring are allocated when it is
-first used.
+and counts; then for each peer the ring of frames to that peer. Only the owner writes this memory,
+apart from the bell. The pages of a ring are allocated when it is first used.
 
 A frame consists of a header of eight words, and data. Frames begin at multiples of 64 bytes; the
 positions in a ring count bytes and never restart. The table is private to a process: `FIRST_PEER`
@@ -155,7 +154,7 @@ SEND_STEP, RECV_STEP, CALL_IDENT = 10, 11, 12
 FOUND_TAG, FOUND_NBYTES, FOUND_IDENT = 13, 14, 15
 #: Tag and size of the message taken by the last call.
 LAST_TAG, LAST_NBYTES = 16, 17
-#: Result of the last call that did not return FINISHED.
+#: Result of the last call that `r2ccl.shm.repeat_message` has passed to its `proceed`.
 CALL_RESULT = 18
 CALL_NWORDS = 19
 

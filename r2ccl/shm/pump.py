@@ -67,8 +67,8 @@ from r2ccl.shm.message_transfer import (
 )
 from r2ccl.shm.waiting import note_pauses, number_of_pauses
 
-#: Maximum number of rounds that move data before the caller handles signals: some milliseconds, or
-#: some ten for each peer from whose process messages are read.
+#: Maximum number of rounds that move data before the caller handles signals. They take a few
+#: milliseconds, or about 10 ms for each peer from whose process messages are read.
 MOST_ROUNDS = 256
 
 #: Compiled ``pump``, see `make_pump`.

@@ -88,7 +88,8 @@ def can_all_read(state: Any) -> Any:
 def is_readable(state: Any, address: Any, start: Any, nbytes: Any) -> Any:
     """Return whether peers that can read this process can read the `nbytes` bytes at `start`.
 
-    The memory of a device, mapped into the process, cannot be read. `address` is that of the state.
+    Only the first and the last byte are tried; `nbytes` must be above 0. The memory of a device,
+    mapped into the process, cannot be read. `address` is that of the state.
     """
     at = address + 8 * TIME
     if not read_array(state, state[RANK], at, start, 1):
@@ -100,7 +101,8 @@ def is_readable(state: Any, address: Any, start: Any, nbytes: Any) -> Any:
 def read_array(state: Any, peer: Any, target: Any, source: Any, nbytes: Any) -> Any:
     """Copy `nbytes` bytes at address `source` of the process of rank `peer` to address `target`.
 
-    Return False if the process cannot be read or has no such memory.
+    Return False if the process cannot be read or has no such memory; a part of the bytes may then
+    be copied.
     """
     process = load_acquire(state[BASES + peer] + PID)
     done = 0

@@ -54,7 +54,7 @@ HOLDER = 12
 FAILURE = 13
 # Indices of the words of `start_of`: addresses of objects.
 LAST, FUNCTION_TYPE = 7, 8
-#: Words for other compiled functions that take a turn.
+#: First of the words for other compiled functions that take a turn.
 SPECIAL = 20
 #: Number of conditions; then three words for each: object, name of its attribute, its value.
 NCONDITIONS, CONDITIONS = 38, 39

@@ -69,7 +69,7 @@ from r2ccl.shm.repeat import (
 
 _NO_OUTPUT, _IS_INPUT = int(Role.NONE), int(Role.INPUT)
 # Arguments of `start`: index of the function that makes the request, and of the input, which the
-# output follows; number of arguments up to the output.
+# output follows; number of arguments up to the output, which is included.
 _MAKE, _X, _NBEFORE = 2, 3, 5
 _MOST_TRIES = 3
 

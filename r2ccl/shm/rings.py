@@ -74,9 +74,9 @@ class Rings:
     """Rings of one rank to and from all other ranks of its host.
 
     Only one thread at a time may call the methods, except `wake`. `rank` and `peer` are indices of
-    ranks in the group. The memory of a long message is borrowed until `pump` returns SENT_ALL,
-    RECEIVED_ALL or UNREADABLE for its peer, or until `forget`. The memory of an announced message
-    is borrowed from `put` on and, if the peer reads it, until the peer's READ.
+    ranks in the group. The memory that is passed to `send_data` or `receive_data` is borrowed until
+    `pump` returns SENT_ALL, RECEIVED_ALL, UNREADABLE or ABANDONED for its peer, or until `forget`.
+    For the memory of an announced message, see `put`.
 
     Parameters
     ----------
@@ -267,7 +267,10 @@ class Rings:
         self._begin(self.state, self.table, peer, _address(view), len(view), 0, 0, 0)
 
     def choose(self, peer: int, readable_at: int, nbytes: int) -> int:
-        """Choose a transfer for a message of `peer`; return `readable_at` to read it, else 0."""
+        """Choose a transfer for a message of `peer`; return `readable_at` to read it, else 0.
+
+        Call this method once per message: each call counts as a use of the transfer.
+        """
         return self._choose(self.table, peer, readable_at, nbytes)
 
     def receive_data(

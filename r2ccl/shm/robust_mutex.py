@@ -95,7 +95,11 @@ class HeldMutex:
             _check("unlock", _libc().pthread_mutex_unlock(self._address))
 
     def release(self) -> bool:
-        """Unlock the mutex and end the thread; return False if this takes too long. Idempotent."""
+        """Unlock the mutex and end the thread. Idempotent.
+
+        Return False if the thread has not ended after `_THREAD_S` seconds; it then still uses the
+        memory of the mutex.
+        """
         self._is_over.set()
         self._thread.join(_THREAD_S)
         return not self._thread.is_alive()

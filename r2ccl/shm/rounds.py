@@ -100,8 +100,8 @@ def finish(state: Any) -> Any:
 def announce_earlier_calls(state: Any) -> None:
     """Announce that this rank has finished the calls before the one that has begun.
 
-    In a call with one round, do nothing if less than `BATCH` calls have not been announced. Call
-    this function at the beginning of each call in which a rank may not wait for all others: such a
+    In a call with one round, do nothing if fewer than `BATCH` calls are unannounced. Call this
+    function at the beginning of each call in which a rank may not wait for all others: such a
     rank may wait until the others have read the slots of earlier calls, and not every call
     announces that. With several rounds, this may be the last chance: two ranks that both only send
     would wait for each other.
@@ -122,9 +122,10 @@ def header_of(state: Any, peer: Any, first: Any) -> Any:
 def write_header(state: Any, address: Any, signature: Any) -> Any:
     """Write the header of the call that has begun, except the places of arrays.
 
-    First, wait for and compare the headers of the call that is `NAHEAD` calls earlier. Return
-    FINISHED, or, without having written, another result of `meet`. The header is not announced yet,
-    see `publish_header`.
+    First make sure that the headers of all ranks up to the call `NAHEAD` calls earlier have been
+    compared: in every call with a number that is a multiple of `BATCH`, wait for the headers that
+    this call and the next ``BATCH - 1`` calls need, and compare them. Return FINISHED, or, without
+    having written, another result of `meet`. The header is not announced yet, see `publish_header`.
     """
     rank, first = state[RANK], first_round(state)
     if state[NCALLS] % BATCH == 0:  # compares enough for the next calls, too
@@ -183,7 +184,11 @@ def meet_all(state: Any, address: Any, peers: Any, number: Any) -> Any:
 
 @inlined
 def compare_headers(state: Any, address: Any, peers: Any) -> Any:
-    """Wait until all ranks in the range `peers` have begun the call; return a result of `meet`."""
+    """Wait until all ranks in the range `peers` have begun the call; return a result of `meet`.
+
+    Compare their headers. If `peers` has all ranks and the result is FINISHED, note that the stage
+    slots of earlier calls are not read any more (`note_safe`).
+    """
     first = first_round(state)
     result = meet_all(state, address, peers, first)
     if result == FINISHED and peers.stop - peers.start == state[NRANKS]:

@@ -149,7 +149,7 @@ class Segment:
     def close(self) -> None:
         """Close the descriptor and unmap the memory, which no thread may use any more.
 
-        Memory with a mutex stays mapped if the thread of the mutex does not end in time.
+        The memory for collectives stays mapped if `HeldMutex.release` returns False.
         """
         self.release()
         if self._mutex is None or self._mutex.release():

@@ -57,7 +57,7 @@ _FIRST_TURN, _LAST_TURN = 8, 128
 _TRIAL_BITS = 6
 _MULTIPLIER, _SHIFT = 0x9E3779B1, 20
 _DOWN_SHIFT, _UP_SHIFT = 1, 3
-#: Lowest bits of a duration that is told: the transfer.
+#: Number of the lowest bits of a told duration that contain the transfer.
 _TRANSFER_BITS = 2
 _TRANSFER_MASK = (1 << _TRANSFER_BITS) - 1
 #: Word in place of a duration: no transfer has this number.
@@ -133,8 +133,9 @@ def remember(words: Any, at: Any, duration_ns: Any) -> None:
 def tell(state: Any, given: Any, is_choosing: Any) -> None:
     """Write into this rank's header how long the last call of this kind took.
 
-    With `is_choosing` False, tell that this rank has no part in the choice, because its parts are
-    small, or all ranks map its array. Call this function after `r2ccl.shm.rounds.write_header`.
+    With `is_choosing` False, tell instead that this rank has no part in the choice, because its
+    parts are small, or all ranks map its array, and drop the duration of the last call. Call this
+    function after `r2ccl.shm.rounds.write_header`.
     """
     if not is_choosing:
         given[LOOP_LAST] = 0
@@ -146,8 +147,9 @@ def tell(state: Any, given: Any, is_choosing: Any) -> None:
 def learn(state: Any, given: Any) -> None:
     """Remember the duration of the last call, which all ranks have told in their headers.
 
-    The duration is that of the slowest rank. Remember nothing if the ranks used different
-    transfers, or if the call before the last one used another transfer.
+    The duration is that of the slowest rank that has a part in the choice. Remember nothing if one
+    of these ranks, or this rank, has measured no duration; if they used different transfers; or if
+    the call before the last one used another transfer.
     """
     last, first = given[LOOP_LAST], first_round(state)
     if last == 0:
@@ -170,7 +172,10 @@ def learn(state: Any, given: Any) -> None:
 
 @inlined
 def note_begin(state: Any, address: Any, given: Any) -> None:
-    """Store the time at which all ranks have begun the call, if its duration is to be told."""
+    """Store the time at which all ranks have begun the call, to measure its duration.
+
+    Do nothing before the second call that has chosen a transfer.
+    """
     if given[LOOP_NCALLS] > 1:  # in its first call, an array may get its memory
         state[BEGUN_NS] = clock_ns(address + 8 * TIME)
 

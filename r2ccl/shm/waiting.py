@@ -76,7 +76,8 @@ def move_to_cpu(cpu: Any, sets: Any) -> None:
     """Move this thread to the CPU `cpu`, unless the thread is not allowed to run there.
 
     The thread may leave the CPU again: the set of its allowed CPUs is the same afterwards. `sets`
-    is the address of memory for two sets of CPUs; the second is empty or has only `cpu`.
+    is the address of memory for two sets of CPUs of `CPU_SET_NBYTES` bytes. Before the call, the
+    second set must be empty or contain only `cpu`. The first set is overwritten.
     """
     allowed, only = sets, sets + CPU_SET_NBYTES
     if read_affinity(allowed, CPU_SET_NBYTES) <= 0:

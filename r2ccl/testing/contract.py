@@ -47,7 +47,7 @@ class Bench(Protocol):
     cross: bool | None
 
     def endpoints(self, rail: int) -> tuple[Any, Any]:
-        """Connect the ranks on `rail`; return the endpoints that ranks 0 and 1 pass to ``open``."""
+        """Make a new connection on `rail`; return the endpoints for ``open`` at ranks 0 and 1."""
         ...
 
     def run(self) -> None:
@@ -179,8 +179,8 @@ class Talker:
     """Sender of eager slices that keeps the send queue of one side full.
 
     The constructor queues 40 slices. Each call of `turn` queues one more if slices arrived in the
-    turn before, up to 100 in total. The transport must therefore deliver credits or acknowledgments
-    to the peer while the queue of slices is full.
+    turn before, but not more than 100 in total. The transport must therefore deliver credits or
+    acknowledgments to the peer while the queue of slices is full.
     """
 
     _AT_ONCE = 40
@@ -269,6 +269,7 @@ def check_early_confirmation(bench: Bench) -> None:
     """Check that a slice that the transport itself confirms is also reported as arrived.
 
     The transport must report it even if the receiver fences the path right after the confirmation.
+    A transport that confirms no slice itself passes the check.
     """
     pair = JoinedPair(bench)
     region = bytearray(300_000)

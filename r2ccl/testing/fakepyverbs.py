@@ -8,9 +8,9 @@ completion queue per device.
 
 A write is carried out when it is posted. If the port of either NIC is mute or one of the two queue
 pairs is not ready, the write stays in flight, and is tried again when the next write is posted on
-the same queue pair. A queue pair that goes to ERR completes every request in flight, including
-unsignaled requests. A completion that does not fit into the completion queue is lost, and the
-device reports CQ_ERR once (InfiniBand specification, volume 1, 10.8.2 and 11.6.3).
+the same queue pair. A queue pair that goes to ERR completes every request in flight as flushed,
+including unsignaled requests. A completion that does not fit into the completion queue is lost, and
+the device reports CQ_ERR once (InfiniBand specification, volume 1, 10.8.2 and 11.6.3).
 """
 
 from __future__ import annotations
@@ -304,7 +304,10 @@ class FakeQueuePair:
         self._remote, self.state = attr.dest_qp_num, _RTS
 
     def modify(self, attr: FakeAttributes, mask: int) -> None:
-        """Move the queue pair to ERR, or to RESET for any other state in `attr`."""
+        """Move the queue pair to ERR, or to RESET for any other state in `attr`.
+
+        RESET drops all requests and completions of the queue pair.
+        """
         if attr.qp_state == _ERR:
             self.to_error()
             return
@@ -347,6 +350,8 @@ class FakeQueuePair:
         ------
         FakePyverbsError
             If ``max_send_wr`` requests are in flight already.
+        AssertionError
+            If a write with immediate data finds no receive request at the remote queue pair.
         """
         if len(self._sends) == self._cap.max_send_wr:
             raise FakePyverbsError("Failed to post send. Errno: 12, Cannot allocate memory")

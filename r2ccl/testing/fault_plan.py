@@ -31,8 +31,8 @@ class FaultPlan:
     """List of faults for one run, with a record of the faults that fired.
 
     For a second run, make a fresh plan with ``FaultPlan(plan.faults)``. As a context manager, the
-    plan raises AssertionError on exit if a fault did not fire (in a rank: one that the rank
-    triggers), unless the body raised an error.
+    plan raises AssertionError on exit if a fault did not fire, unless the body raised an error. In
+    a rank, only the faults that this rank triggers must have fired.
 
     Parameters
     ----------
@@ -275,8 +275,9 @@ def reporter_from_env(
     Parameters
     ----------
     env : mapping
-        ``R2CC_FAULT_PLAN`` is the plan's file, ``RANK`` the number of this process. If
-        ``R2CC_FAULT_SOCKET`` is set, the lab that listens on this socket applies the faults.
+        ``R2CC_FAULT_PLAN`` is the plan's file, ``RANK`` the number of this process, and
+        ``WORLD_SIZE``, if set, the number of ranks. If ``R2CC_FAULT_SOCKET`` is set, the lab that
+        listens on this socket applies the faults.
     apply : callable, optional
         Function that applies a fault, used only if ``R2CC_FAULT_SOCKET`` is not set.
     nrails : int, optional

@@ -76,8 +76,8 @@ class Fault(
     ----------
     action : Action
     node, rail : int, optional
-        Node and rail of the NIC. Both are required for faults of NICs, except for ``restore``: if
-        one is omitted there, the fault applies to all nodes or all rails.
+        Node and rail of the NIC. Faults of NICs require both, except ``restore``: without `node`
+        it applies to all nodes, without `rail` to all rails.
     peer : int, optional
         The other node of an ``isolate``.
     rank : int, optional
@@ -87,11 +87,12 @@ class Fault(
         Trigger: seconds after the start of the ranks.
     at_op, at_step : int, optional
         Trigger: the fault is applied before the triggering rank posts slice `at_step` of
-        collective `at_op`. Both count from 0; `at_step` is 0 by default.
+        collective `at_op`. `at_op` counts the user's collectives, `at_step` the slices that this
+        rank sends in the collective; both count from 0. `at_step` is 0 by default.
     duration_s : float, optional
         The fault is undone after this many seconds; required for ``flap`` and ``stop``. Default:
-        the fault is not undone. Not allowed without a netlab: the library then reconnects the
-        paths of a ``nic_down`` as soon as it can.
+        the fault stays in force until a ``restore``. Not allowed without a netlab: the library then
+        reconnects the paths of a ``nic_down`` as soon as it can.
     rate : str, optional
         Rate of ``slow`` in tc's syntax, such as ``20mbit``.
     mean_s : float, optional

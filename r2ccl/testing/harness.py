@@ -97,7 +97,8 @@ def wrap_and_record(inner: Transport, rank: int) -> ReportingTransport:
     """Return a wrapper as `wrap_by_env` does, but one that makes a file for each fault that fires.
 
     `r2ccl.init` calls this function in the ranks of a `RankRunner` if there are failures to inject.
-    The files are beside the file of the plan.
+    The files are beside the file of the plan. `rank` is ignored: the rank is read from ``RANK``,
+    which `r2ccl.launch` sets.
 
     Raises
     ------

@@ -54,7 +54,8 @@ class ReportingTransport:
         #: Number of the user's first collective. Frames count all collectives of the
         #: communicator from 1; fault plans count only the user's, from 0.
         self._first_op: int | None = None
-        #: Newest collective of which this rank has sent a slice, and the number of slices sent.
+        #: Newest collective of which this rank has posted a slice, and the number of its slices
+        #: posted so far, including those posted again.
         self._op = 0
         self._step = 0
         #: Paths cut by a fault and not opened again: nothing new is queued on them.

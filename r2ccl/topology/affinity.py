@@ -1,11 +1,11 @@
 """Assignment of NICs to GPUs, and of backups for NICs that are lost or slow.
 
-A flow is the traffic of one channel of one GPU. Flows are placed one at a time; the next is always
-the flow that can get the most bandwidth. `Affinity.assign` first places channel 0 of every GPU,
-then channel 1 of every GPU, and so on. Flows that share a port or a link get equal parts of its
-bandwidth. A flow gets the NIC that gives it the most bandwidth. Among equal NICs it gets the
-nearest, then the one with the fewest flows, then the first in the order of names. Flows therefore
-share a NIC only if no free NIC gives more bandwidth.
+A flow is the traffic of one channel of one GPU. `Affinity.assign` first places channel 0 of every
+GPU, then channel 1 of every GPU, and so on. The flows of a channel are placed one at a time; the
+next is always the flow that can get the most bandwidth. Flows that share a port or a link get equal
+parts of its bandwidth. A flow gets the NIC that gives it the most bandwidth. Among equal NICs it
+gets the nearest, then the one with the fewest flows, then the first in the order of names. Flows
+therefore share a NIC only if no free NIC gives more bandwidth.
 
 A flow may pass through the memory of another GPU (NCCL's PXN): over NVLink to a GPU near the NIC,
 and from there over PCI switches, or over NVLink-C2C and PCI. A flow takes this route if it gets
@@ -121,7 +121,8 @@ class Affinity:
         Returns
         -------
         tuple of NicRoute
-            Routes of all flows with a usable port, ordered by GPU, then by channel.
+            Routes of all flows with a usable port, ordered by GPU, then by channel. Each has a new
+            ``share_mbps``.
 
         Raises
         ------

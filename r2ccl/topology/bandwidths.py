@@ -20,7 +20,7 @@ ASSUMED_WIDTH = 16
 #: NCCL's assumption for a NIC whose speed is unknown.
 ASSUMED_PORT_MBPS = 10_000
 
-#: Bandwidth within one device.
+#: Bandwidth within one device, and of the link between a NIC without a PCI device and a processor.
 LOCAL_MBPS = 40_000_000
 
 #: Highest lane rate with 8b/10b encoding (PCIe 2, 5 GT/s); faster links use 128b/130b.
@@ -33,6 +33,7 @@ _NVLINK_MBPS = ((100, 320_800), (90, 164_800), (87, 160_000), (86, 96_000), (70,
 #: Bandwidth between two NUMA nodes of an unknown processor: the lowest of the values below. NCCL
 #: assumes infinite bandwidth, which would attract traffic to links of unknown bandwidth.
 _UNKNOWN_MBPS = 48_000
+#: Bandwidth between two NUMA nodes by architecture, except x86_64.
 _ARCH_MBPS = {"arm64": 48_000, "ppc64": 256_000}
 #: Bandwidth between two NUMA nodes by CPUID family of an AMD processor; all other families have
 #: `_AMD_OTHERS_MBPS`. Some releases of NCCL write the families 23, 25 and 26 as 143, 175 and 191.

@@ -78,7 +78,7 @@ class LinkSource(Protocol):
     """
 
     def nvlinks(self, bus_id: str) -> tuple[NvLink, ...]:
-        """Return the NVLinks of a GPU that are up: one `NvLink` per neighbour."""
+        """Return the NVLinks of a GPU that are up: one `NvLink` per neighbor."""
         ...
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class LinkSource(Protocol):
 class GpuFacts(msgspec.Struct, frozen=True):
     """GPUs that this process may use, and their NVLinks.
 
-    ``gpus`` are in the order of CUDA's ordinals. ``nvlinks`` has one entry per GPU and neighbour.
+    ``gpus`` are in the order of CUDA's ordinals. ``nvlinks`` has one entry per GPU and neighbor.
     ``links_from`` is the source of ``nvlinks``: ``NVML``, or ``peer access`` if the NVLinks were
     inferred; empty if nothing was queried. ``remarks`` are texts for people about missing facts and
     assumptions.
@@ -107,7 +107,7 @@ def read_gpus(source: GpuSource, open_links: Callable[[], LinkSource]) -> GpuFac
     If NVML is not available or a query of it fails, NVLinks are inferred: two GPUs that support
     native atomics on each other's memory are assumed to have NVLinks between them, because CUDA
     reports such atomics over NVLink, but not over PCIe. The NVLinks of a GPU are then assumed to be
-    divided equally among these neighbours.
+    divided equally among these neighbors.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Graph of a machine: its vertices are the machine's parts, its edges the links between them.
 
 Vertices are processors (NUMA nodes), PCI switches, NICs, NIC ports, GPUs, and one vertex for all
-NVSwitches. `distance` searches the graph. Invariant: neighbours are in the order of vertices, so
+NVSwitches. `distance` searches the graph. Invariant: neighbors are in the order of vertices, so
 equal machines give equal search results on every host.
 """
 
@@ -122,7 +122,7 @@ class Graph:
         return _processor(self.machine.device(bus_id).numa_node)
 
     def _connect(self, a: Vertex, b: Vertex, medium: Medium, mbps: int) -> None:
-        # Parallel links of one medium add up; of links of different media the fastest counts.
+        # Parallel links of one medium add up. If the media differ, only the fastest link counts.
         link = Link(mbps, medium)
         there = self._links.setdefault(a, {}).get(b)
         if there is not None and there.medium is medium:

@@ -344,7 +344,7 @@ def _preferred(hca: Hca) -> list[Gid]:
 
 
 def _read(path: Path | str) -> str:
-    """Return the text of an attribute; empty if it has no value."""
+    """Return the text of an attribute; empty if it has no value or does not exist."""
     try:
         attribute = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -65,7 +65,8 @@ def discover(
         ``socket_ifname`` selects interfaces. ``rails`` sets the number of rails, without the
         last-resort rail; 0 means one per interface, or 2 on loopback. ``last_resort`` sets the
         interface of the last-resort rail, which carries data only between two ranks that have no
-        other rail left; it is ignored if the rails are on loopback or `rdma_names` is not empty.
+        other rail left; it is ignored if it names an interface that is another rail already, the
+        rails are on loopback, or `rdma_names` is not empty.
     exclude_addresses : collection of str
         Addresses of the management interface. Interfaces with one of these addresses are left out
         unless ``socket_ifname`` names them, no other interface qualifies, or `rdma_names` is not
@@ -191,7 +192,7 @@ def list_interfaces() -> tuple[Interface, ...]:
     OSError
         If the kernel refuses a query, for example because no file descriptor is left.
     """
-    import psutil  # a tenth of the time to import r2ccl
+    import psutil  # imported late: it would lengthen the import of r2ccl by a tenth
 
     indexes = {name: index for index, name in socket.if_nameindex()}
     states = psutil.net_if_stats()

@@ -109,10 +109,10 @@ class LinkEnd(enum.StrEnum):
 
 
 class NvLink(msgspec.Struct, frozen=True):
-    """NVLinks from one GPU to one neighbour: ``count`` parallel links.
+    """NVLinks from one GPU to one neighbor: ``count`` parallel links.
 
-    ``gpu`` is the bus id of the GPU. ``target`` is the bus id of the neighbour, or for a switch
-    without a bus id the text that NVML reports. ``end`` is the kind of the neighbour.
+    ``gpu`` is the bus id of the GPU. ``target`` is the bus id of the neighbor, or for a switch
+    without a bus id the text that NVML reports. ``end`` is the kind of the neighbor.
     """
 
     gpu: str

@@ -1,14 +1,14 @@
 """Check whether the kernel knows a peer's link-layer address, before a queue pair connects to it.
 
 Connecting a RoCE queue pair resolves the peer's link-layer address inside a system call, which can
-take a second while Python's GIL is held. `Neighbours` therefore looks into the kernel's neighbour
+take a second while Python's GIL is held. `Neighbours` therefore looks into the kernel's neighbor
 table first. If the address is missing, `Neighbours` sends an empty datagram to the peer, which
 makes the kernel resolve the address, and the caller tries again later. This module never waits for
 the resolution. If a firewall drops the datagram, the address is left to the system call.
 
 References
 ----------
-rtnetlink(7); Linux, drivers/infiniband/core/addr.c (a neighbour in a valid state is used at once).
+rtnetlink(7); Linux, drivers/infiniband/core/addr.c (a neighbor in a valid state is used at once).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Neighbours:
     def __init__(self, find_index: Callable[[], int]) -> None:
         self._find_index = find_index
         self._route = RouteSocket()
-        #: Error numbers of lookups that failed; each is logged once.
+        #: Error numbers of failed lookups that were logged; each is logged once.
         self._said: set[int | None] = set()
 
     def knows(self, source: str, destination: str) -> bool:

@@ -59,9 +59,9 @@ RTA_VIA = 18
 RTN_LOCAL = 2
 NDA_DST = 1
 NDA_LLADDR = 2
-#: Neighbour states in which the kernel sends at once: all except none, incomplete and failed.
+#: Neighbor states in which the kernel sends at once: all except none, incomplete and failed.
 NUD_VALID = 0xDE
-#: Neighbour state in which the kernel never resolves or changes the link-layer address.
+#: Neighbor state in which the kernel never resolves or changes the link-layer address.
 NUD_PERMANENT = 0x80
 
 #: nlmsghdr: length, type, flags, sequence, port id.
@@ -177,7 +177,7 @@ class RouteSocket:
         ------
         OSError
             If the kernel refused the request (with the kernel's errno), or did not answer in time.
-            If the entry does not exist, the errno depends on the table: ENOENT for a neighbour,
+            If the entry does not exist, the errno depends on the table: ENOENT for a neighbor,
             ENETUNREACH for most routes.
         """
         self._send(kind, 0, body)

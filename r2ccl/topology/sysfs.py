@@ -4,8 +4,8 @@ The roots of sysfs and proc are parameters, so recorded trees can be read like l
 about GPUs are parameters too, because sysfs does not have them. Invariant: a missing or garbled
 attribute is no error. If planning needs its value, a value is assumed, which `Machine.remarks`
 states, except for NUMA distances; otherwise the value is empty or 0, or for a PCI class that of a
-typical device. If `list_hcas` cannot parse the attributes of an RDMA port, all RDMA ports are left
-out, which a remark states.
+typical device. If `list_hcas` cannot read or parse an attribute of an RDMA port, all RDMA ports are
+left out, which a remark states.
 
 References
 ----------

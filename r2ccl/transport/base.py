@@ -206,7 +206,7 @@ class Endpoint(Protocol):
             The peer's `Endpoint.info`.
         is_caller : bool
             True at one of the two ends: it tests the connection and reports the result as `Joined`.
-            The other end must have joined before.
+            The other end must have joined before this call.
 
         Raises
         ------
@@ -382,7 +382,8 @@ class Transport(Protocol):
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
         """Announce `region` to the peer as the landing place of slice ``frame.seq``.
 
-        `region` is borrowed until `Arrived` or `Fenced`. Does nothing if the path is not open.
+        `region` is borrowed until `Arrived` or `Fenced`. The announcement also carries the
+        confirmation ``frame.ack``. Does nothing if the path is not open.
 
         With `ack` above 0, the transport may confirm the peer's slices of the channel with numbers
         below `ack` as soon as it is certain that slice ``frame.seq`` will land even if the path
@@ -443,8 +444,8 @@ class Transport(Protocol):
     def has_unsent(self) -> bool:
         """Return True if eager slices or confirmations wait for room in a buffer, queue or ring.
 
-        Later calls of `poll` and `flush` send them. An implementation may leave out cleared slices:
-        a call or request is not complete while one of its cleared slices waits.
+        Later calls of `poll` and `flush` send them. Cleared slices that wait need not be reported,
+        because the call or request that they belong to is not complete while they wait.
         """
         ...
 

@@ -30,7 +30,7 @@ def start_of(
 ) -> Callable[[], list[Work[Any] | MessageRequest]]:
     """Return the function that starts one asynchronous call and returns its handles.
 
-    A barrier has no asynchronous call.
+    `case` must not be that of a barrier, which has no asynchronous call.
     """
     if case.form.name == "sendrecv":
         right, left = _neighbours(comm)

@@ -59,7 +59,7 @@ class Case:
 
         If the parts must be equal, the number of elements is a multiple of the number of parts.
         Unless `nbytes` is 0 or ranks pass no data, the buffer has at least one element, or one per
-        equal part.
+        equal part, even if that is more than `nbytes`.
         """
         unit = nranks if form.has_parts and not form.is_unequal else 1
         total = nbytes // dtype.itemsize

@@ -89,7 +89,8 @@ def describe(options: PerfOptions, nranks: int) -> str:
 def describe_paths(rails: Sequence[RailHealth], call: Explanation) -> str:
     """Return the second line of the output: the transport of host arrays, and rank 0's rails.
 
-    `rails` are the rails of rank 0; `call` is the planner's explanation of the largest allreduce.
+    `rails` are the rails of rank 0. `call` is the planner's explanation of an allreduce of the
+    largest size.
     """
     transport = describe_transport(
         has_rdma=any(not rail.address for rail in rails),

@@ -124,7 +124,8 @@ class Balance:
         #: Active time at the last train of each rail, and the last estimate of each rail.
         self._measured_s = dict.fromkeys(self._meters, 0.0)
         self._last_known: dict[int, float] = {}
-        #: Active time of the last update, if it changed no weight.
+        #: Active time of the last update. -1 if there was none, if it changed a weight, or if the
+        #: nominal rate was set since: the next update must then compute the weights.
         self._updated_s = -1.0
 
     def set_nominal_rate(self, rate: int) -> None:
@@ -190,10 +191,11 @@ class Balance:
     def estimates(self, now: float) -> dict[int, float | None]:
         """Return the rate of each rail relative to the median rate of the rails of highest weight.
 
-        None means that the rate is not known. For a rail that was not compared in the last
-        `_MEMORY_S` of active time, and whose last train is more than `_FRESH_S` of active time ago,
-        the last estimate is returned. This estimate doubles with every further `_FRESH_S`, up to
-        the estimate of the best rail. So the rail gets work, without which it cannot be measured.
+        The rate is computed from the comparisons in the last `_MEMORY_S` of active time. If there
+        are none, and the last train of the rail is more than `_FRESH_S` of active time ago, the
+        last estimate is returned. It doubles with every further `_FRESH_S`, up to the estimate of
+        the best rail, so that the rail gets work, without which it cannot be measured. None if the
+        rail was never compared, or if only its last train is recent, not its last comparison.
         """
         active_s = self.active_s(now)
         self._forget(active_s)

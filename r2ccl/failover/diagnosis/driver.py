@@ -92,10 +92,10 @@ class SlowRecords:
         self._said_s: dict[int, float] = {}
 
     def level(self, peer: int, when_s: float) -> int:
-        """Return the level at which the caller now logs a record about `peer`.
+        """Return the level of a record about `peer`, which the caller must then log.
 
-        The level is DEBUG if the last INFO record about `peer` is less than `SAY_AGAIN_S` old, else
-        INFO. `when_s` is the time of the record, a clock reading in seconds.
+        The level is DEBUG if the last call that returned INFO for `peer` is less than `SAY_AGAIN_S`
+        ago, else INFO. `when_s` is the time of the record, a clock reading in seconds.
         """
         if when_s < self._said_s.get(peer, float("-inf")) + SAY_AGAIN_S:
             return logging.DEBUG
@@ -177,7 +177,7 @@ class Diagnosis:
         return tuple(self._verdicts.copy().values())
 
     def slow_since(self, when_s: float) -> tuple[int, ...]:
-        """Return the peers whose last verdict, on some path, is PEER_SLOW, in ascending order.
+        """Return, in ascending order, the peers with a path whose last verdict is PEER_SLOW.
 
         Verdicts made before `when_s`, a clock reading, are left out. Any thread may call this.
         """

@@ -40,9 +40,9 @@ from r2ccl.failover.health.table import WHOLE, Health, RailShare
 _log = logging.getLogger(__name__)
 
 
-#: Function of two sets of (rank, rail): the newly excluded rails, and those not excluded any more.
+#: Callback; takes two sets of (rank, rail): the newly excluded rails, and those not excluded now.
 OnExcluded: TypeAlias = Callable[[AbstractSet[tuple[int, int]], AbstractSet[tuple[int, int]]], None]
-#: Function of the reason why a request is refused; empty: the request is in force.
+#: Callback; takes the reason why a request is refused, or an empty text once it is in force.
 OnAnswer: TypeAlias = Callable[[str], None]
 
 

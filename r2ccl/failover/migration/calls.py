@@ -132,7 +132,8 @@ def local_channel(channel: int) -> int:
     return channel & ((1 << CONTEXT_SHIFT) - 1)
 
 
-#: A channel has 32 bits on the wire: the context id, then the channel within the communicator.
+#: Number of lower bits of a link channel, which have the channel within the communicator. The upper
+#: bits have the context id; a link channel has 32 bits on the wire.
 CONTEXT_SHIFT = 16
 #: Number of calls whose signatures are kept to compare them with those of slower ranks.
 HISTORY = 64

@@ -29,7 +29,10 @@ Rates = npt.NDArray[np.float64]
 
 @called
 def _take_off(s: FlowState, link: int, bandwidths: Rates, is_fair: bool) -> None:
-    """Remove a link from its ports; set ``left`` to the bytes to send over the new ports."""
+    """Remove a link from its ports; set ``left`` to the bytes to send over the new ports.
+
+    Also add the bytes that the old ports have carried to their ``nbytes``.
+    """
     me = s.links[link]
     if is_fair:
         leave_queues(s, link)

@@ -33,8 +33,9 @@ _log = logging.getLogger(__name__)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: ``loop(state, until)`` runs the events up to and including `until`, in seconds of simulated time.
-#: It returns False if it stopped because ``landings`` lacks room for one more slice of every link:
-#: enlarge ``landings`` and call the loop again.
+#: It returns True if no event is left up to then. It returns False if it stopped because
+#: ``landings`` lacks room for one more slice of every link: enlarge ``landings`` and call the loop
+#: again.
 Loop = Callable[[FlowState, float], bool]
 
 #: Checksum of all sources of this package. Numba's cache key of a function includes the values it

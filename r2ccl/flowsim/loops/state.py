@@ -116,7 +116,7 @@ PORT_DTYPE = np.dtype(
     align=True,
 )
 
-#: A seat: its neighbours in the port's list; -1: none. ``next`` is `AWAY` for a seat in no list.
+#: A seat: its neighbors in the port's list; -1: none. ``next`` is `AWAY` for a seat in no list.
 #: ``mark`` (fair queues) is the virtual time of the port at which the slice has been served.
 SEAT_DTYPE = np.dtype([("next", np.int32), ("previous", np.int32), ("mark", np.float64)])
 

@@ -84,8 +84,9 @@ class MpiMessage:
     def of(cls, comm: Any, found: Message) -> Self:
         """Take a message of the `Comm` `comm`, so that no other receive can take it.
 
-        `found` is the first message with its source and tag that no receive has taken yet. The
-        caller has held ``comm.taking`` since before it probed for `found`.
+        `found` must be the first message with its source and tag that no receive has taken yet.
+        Therefore the caller must hold ``comm.taking`` from before it probes for `found` until this
+        method returns.
         """
         made = cls()
         made._comm, made._data = comm, np.empty(found.count, np.uint8)

@@ -36,8 +36,8 @@ from r2ccl.interop.rank_exchange import RankExchange, named_ranks
 _PAUSE_S = 0.05
 #: Longest time in seconds that Ray may take to deliver a reply of the exchange actor.
 _REPLY_S = 10.0
-#: The timeout error says that the exchange actor does not answer if a call to it took longer than
-#: this time in seconds, or than half the time limit if that is shorter.
+#: Seconds for which a call to the exchange actor must stay unanswered before the timeout error
+#: names this as the cause; half the time limit of `join`, if that is shorter.
 _SILENCE_S = 1.0
 #: Ray's default number of concurrent calls of an asynchronous actor. Each rank waits in one call.
 _NCALLS = 1000

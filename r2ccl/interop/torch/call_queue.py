@@ -211,7 +211,7 @@ class CallQueue:
                 thread.join(max(0, give_up_s - monotonic()))
 
     def _wake(self) -> None:
-        """Let a thread run the first queued call; the caller holds `_changed`."""
+        """Let a thread run the first queued call; the caller must hold `_changed`."""
         if self._nidle:
             self._changed.notify_all()
         else:

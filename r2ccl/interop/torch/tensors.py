@@ -88,7 +88,8 @@ def array_of(tensor: Tensor) -> Any:
     Raises
     ------
     InvalidArgument
-        If a tensor that is not on a GPU is sparse, or NumPy does not support its dtype or device.
+        If the tensor is not on a GPU, and it is sparse or NumPy does not support its dtype or
+        device.
     """
     if tensor.is_cuda:
         return tensor.detach()
@@ -150,9 +151,9 @@ def in_order(tensor: Tensor) -> Tensor:
 def apart(source: Tensor, target: Tensor, first: int | None) -> Tensor:
     """Return `source`, or a copy of it if it overlaps `target` and the call is not in place.
 
-    Both tensors are in order. The call is in place if `source` begins at element `first` of
-    `target` or, for a negative `first`, if `target` begins at element ``-first`` of `source`. If
-    `first` is None, the call is not in place.
+    Both tensors must be in order. The call is in place if `source` begins at element `first` of
+    `target` or, for a negative `first`, if `target` begins at element ``-first`` of `source`; both
+    count from 0. If `first` is None, the call is not in place.
     """
     distance = source.data_ptr() - target.data_ptr()
     is_in_place = first is not None and distance == first * source.element_size()

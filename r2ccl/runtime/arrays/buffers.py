@@ -196,7 +196,7 @@ def require_possible(count: int) -> None:
 
 
 def part_of(whole: AnyBuffer, part: int, nparts: int) -> AnyBuffer:
-    """Return a view of part number `part` of a buffer that is cut into `nparts` equal parts.
+    """Return a view of part `part` (from 0) of a buffer that is cut into `nparts` equal parts.
 
     Raises
     ------

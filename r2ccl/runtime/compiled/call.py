@@ -525,10 +525,10 @@ class CompiledCalls:
         return not receiver.arrivals or self._import_arrivals(program, end, op)
 
     def _import_clears(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Copy the number of slices to send for which the peer has announced landing places.
+        """Store the ordinal below which all cleared slices to send have landing places (`CLEARED`).
 
-        Return False if a landing place is on another path, has another size, or was announced
-        before that of an earlier slice.
+        Return False if a landing place is on another path or has another size, or if an earlier
+        cleared slice has none.
         """
         sender, is_over = end.sender, False
         for ordinal in range(end.nsends):
@@ -721,7 +721,10 @@ def _attach(program: CompiledProgram, conns: list[Connection]) -> None:
 
 
 def _is_idle(end: LinkPair) -> bool:
-    """Return whether nothing is in progress on the two links except unconfirmed eager slices."""
+    """Return whether the two links are idle, except for unconfirmed eager slices.
+
+    These slices must have been sent on the route of the pair.
+    """
     sender, receiver = end.sender, end.receiver
     if receiver.landings or receiver.arrivals or receiver.posted != receiver.consumed:
         return False

@@ -25,11 +25,11 @@ from __future__ import annotations
     KERNEL, ITEMSIZE,
     #: Addresses of the memory of each `r2ccl.schedule.ir.Space`.
     SPACES, _OUTPUT, _SCRATCH,
-    #: Maximum number of unconfirmed eager slices of a link, at least `Config.eager_slots`; then
-    #: `Config.confirm_after` and `Config.is_resilient`.
+    #: An eager slice is posted only while fewer slices of its link than this number, which is at
+    #: least `Config.eager_slots`, are unconfirmed. `Config.confirm_after`, `Config.is_resilient`.
     SLOTS, CONFIRM_AFTER, IS_RESILIENT,
     #: Idle time during which a wait only yields the processor; idle time after which the call
-    #: leaves compiled code; and time after which the loop returns to Python.
+    #: leaves compiled code; and time since `ENTERED` after which the loop returns PAUSED.
     SPIN_NS, SLEEP_NS, BUSY_NS,
     #: Address of the log, its number of rows in use, and the number above which the call leaves
     #: compiled code.
@@ -56,14 +56,14 @@ from __future__ import annotations
     #: Address of the loop, number of steps, and value of `REMAINING` at the start of a call.
     LOOP, NSTEPS, TOTAL,
     #: Number of times that the call was repeated, see `r2ccl.runtime.compiled.repeated`; -1: it has
-    #: not run. The calls use the slots of the arena in turn: number of slots, size in bytes, and
-    #: address of the first.
+    #: not run since its program was added to those held. The calls use the slots of the arena in
+    #: turn: number of slots, size in bytes, and address of the first.
     NREPEATS, NSLOTS, SLOT_NBYTES, FIRST_SLOT,
     #: Address of a row for each slot: number of the last call that used the slot, and number of the
     #: first slice that each pair has sent in this call.
     SLOT_ROWS,
     #: CPU assigned to this rank and to no other rank of the host (-1: none), and address of memory
-    #: for two sets of CPUs. Number of passes of the loop that found nothing to do.
+    #: for two sets of CPUs. Number of passes of the loop that only yielded the processor.
     HOME, CPU_SETS, NIDLE,
 ) = range(49)  # fmt: skip
 STATE_NWORDS = 49

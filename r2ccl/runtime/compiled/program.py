@@ -153,7 +153,8 @@ class CompiledProgram:
     scratch : ndarray of uint8 or None
         Scratch memory of the running or held call, if it uses any.
     scratch_nbytes : int
-        Size of the scratch memory.
+        Size of the scratch memory of a collective; 0 if the plan uses none. Messages pass scratch
+        memory of their own, whose size may differ.
     health : Health or None
         Health that `CompiledCalls.run` was given when it last ran this program; None if the call
         must not be held. Repetitions do not change it.
@@ -363,7 +364,7 @@ class CompiledProgram:
         ) = places
 
     def _window(self, config: Config) -> int:
-        """Return the maximum number of unconfirmed eager slices of a link."""
+        """Return the limit of unconfirmed slices per link, below which eager slices are posted."""
         nsmall = _AHEAD_NBYTES // max(1, self.arena_nbytes)
         return max(config.eager_slots, min(_MOST_AHEAD * config.eager_slots, nsmall))
 
@@ -490,7 +491,7 @@ class CompiledProgram:
         return memoryview(self.arena[start : start + nbytes].tobytes())
 
     def ring(self, address: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Return (pair, ordinal) of the entries from `start` to `end` of the queue at `address`."""
+        """Return (pair, ordinal) of entries `start` to ``end - 1`` of the queue at `address`."""
         index = (address - int(self._rings.ctypes.data)) // 8
         entries = self._rings.reshape(-1)[index + start : index + end].tolist()
         return [(entry >> 32, entry & 0xFFFFFFFF) for entry in entries]

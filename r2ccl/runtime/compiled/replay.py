@@ -93,7 +93,7 @@ class _Continued:
         }
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
-        """Apply a step to elements `lo` to `hi` unless compiled code has done so; return 0."""
+        """Apply a step to elements `lo` to ``hi - 1`` unless compiled code has; return 0."""
         if bisect_left(step.cuts, lo) >= self._done[id(step)]:
             self._apply(step, lo, hi, received)
         return 0

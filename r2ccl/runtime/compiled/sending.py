@@ -133,7 +133,10 @@ def stage(
 
 @inlined
 def stage_confirmation(conn: Any, pair: Any, ack: Any) -> None:
-    """Stage a frame that confirms the slices of a link with numbers below `ack`."""
+    """Stage a frame that confirms the slices of a link with numbers below `ack`.
+
+    There must be room (`has_room`). The caller updates `ACKED`.
+    """
     at = conn[NEXT] + conn[NEXT_NBYTES]
     put_header(at, CONFIRM_FRAME, pair[CHANNEL], 0, 0, ack, 0, 0)
     conn[NEXT_NBYTES] += HEADER_NBYTES

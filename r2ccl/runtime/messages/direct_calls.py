@@ -87,8 +87,9 @@ class _RepeatedExchange(NamedTuple):
 class DirectCalls:
     """Direct calls of one communicator over links.
 
-    Only the thread that owns the data loop may call `run`. Calls may be held and repeated, like
-    collectives (`r2ccl.runtime.compiled.call`).
+    Only the thread that owns the data loop may call `run`; any thread may call `is_likely`,
+    `repeat` and `repeat_exchange`. Calls may be held and repeated, like collectives
+    (`r2ccl.runtime.compiled.call`).
 
     Parameters
     ----------
@@ -123,7 +124,7 @@ class DirectCalls:
         #: Address of these words, for a repetition, which does not check the form of arrays.
         self._words_at = data_of(self._words)
         self._prepared: dict[tuple[int, ...], PreparedCall] = {}
-        #: Number of calls that were not prepared, counted from the time when the table was full.
+        #: Number of calls that were not prepared since `_prepared` became full.
         self._nrefused = 0
         #: Cost by key; a negative cost -n means that the next n calls are not direct.
         self._costs: dict[tuple[int, ...], int] = {}
@@ -137,7 +138,9 @@ class DirectCalls:
     ) -> bool:
         """Return whether to try a direct call; any thread may call this method.
 
-        If the next calls with `key` are not to be direct, count one of them and return False.
+        Return False if a peer is `ANY`, or if the messages are neither all short nor all long ones
+        that compiled code can move. Also return False for the next `_NSKIPPED` calls after calls
+        with `key` have left compiled code too often; each call of this method counts one of them.
         """
         if any(end is not None and end.peer == ANY for end in (sent, received)):
             return False
@@ -224,7 +227,7 @@ class DirectCalls:
         received: DirectEnd | None,
         compiled: CompiledCalls,
     ) -> bool:
-        """Make `call` the one that the next repetition repeats; return False if it cannot be now.
+        """Make `call` the one that the next repetition repeats; return False if it cannot run now.
 
         The calling thread must own the data loop.
         """
@@ -239,7 +242,8 @@ class DirectCalls:
     def repeat_exchange(self, key: tuple[int, ...], x: Any, out: Any) -> Outcome:
         """Repeat the call that `_remember` has prepared, if it has this key; see `Way.repeat`.
 
-        Return NOT_RUN if there is no such call, or it cannot be repeated now.
+        Return NOT_RUN if there is no such call, or it cannot be repeated now. Any thread may call
+        this method.
         """
         exchange = self._exchange
         if exchange is None or exchange.key != key:

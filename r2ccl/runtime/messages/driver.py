@@ -45,8 +45,8 @@ from r2ccl.runtime.messages.matching import ANY, Envelope, Message
 from r2ccl.runtime.messages.protocol import MessageProtocol, ReceiveRequest, SendRequest
 from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN_ON_LINKS, EnvelopeKind, signed_word
 
-#: kind, dtype, first call of the communicator (lower bits), tag, ident, nbytes, number of bytes of
-#: the peer's short messages that this rank has taken; `ENVELOPE_NBYTES` in all
+#: kind, dtype, number of the communicator's first call (lower 32 bits), tag, ident, nbytes, number
+#: of bytes of the peer's short messages that this rank has taken; `ENVELOPE_NBYTES` in all
 _HEADER = struct.Struct("<BBxxIqQQQ")
 _FIRST_OP_MASK = (1 << 32) - 1
 _LENGTH = struct.Struct("<Q")
@@ -88,7 +88,7 @@ class LinkSend(SendRequest):
         """Do nothing: the slice is counted when it is released."""
 
     def advance(self) -> None:
-        """Post what waits in the driver; see `MessageDriver.advance`."""
+        """Post the waiting envelopes and slices; see `MessageDriver.advance`."""
         self._driver.advance()
 
 
@@ -118,7 +118,7 @@ class LinkReceive(ReceiveRequest):
         """Do nothing: this request sends no slices."""
 
     def advance(self) -> None:
-        """Post what waits in the driver; see `MessageDriver.advance`."""
+        """Post the waiting envelopes and slices; see `MessageDriver.advance`."""
         self._driver.advance()
 
 
@@ -213,7 +213,7 @@ class MessageDriver(MessageProtocol):
     def close(self) -> None:
         """Stop handling messages: envelopes that arrive later are not used.
 
-        No data may be moving, see `nmoving`.
+        `nmoving` must be 0 before the call.
         """
         self.calls.consumers = {}
         self.calls.busy.clear()
@@ -247,7 +247,11 @@ class MessageDriver(MessageProtocol):
         return True
 
     def has_room(self, to: int, nbytes: int) -> bool:
-        """Return whether rank `to` may buffer a message of `nbytes`; True for a long message."""
+        """Return whether rank `to` may buffer a message of `nbytes`; True if it is not short.
+
+        A rank may buffer `MOST_UNTAKEN_ON_LINKS` bytes of short messages from this rank that no
+        receive has taken, as far as this rank knows from the envelopes of that rank.
+        """
         peer = self._members[to]
         untaken = self._sent.get(peer, 0) - self._taken.get(peer, 0)
         return untaken + nbytes <= MOST_UNTAKEN_ON_LINKS or not self.is_short(nbytes)
@@ -311,7 +315,8 @@ class MessageDriver(MessageProtocol):
     def is_undivided(self, nbytes: int) -> bool:
         """Return whether compiled code can move a long message of `nbytes`; for any thread.
 
-        The message must use one data channel whatever the health, and have few enough slices.
+        The message must use one data channel whatever the health, and have at most `_MOST_SLICES`
+        slices.
         """
         is_small = nbytes <= self._slice_nbytes * _MOST_SLICES
         return is_small and (len(self._rails) == 1 or nbytes <= self._slice_nbytes)
@@ -369,7 +374,8 @@ class MessageDriver(MessageProtocol):
     def note_taken(self, source: int, envelope: memoryview) -> None:
         """Note the bytes that `envelope`, from rank `source`, reports as taken.
 
-        Envelopes need not be passed in order: the largest number is kept.
+        Envelopes need not be passed in order: the largest number is kept. Do nothing if the
+        envelope is of an earlier communicator with the same context id.
         """
         _, _, first_op, _, _, _, taken = _HEADER.unpack_from(envelope)
         if first_op == self._first_op:
@@ -377,7 +383,10 @@ class MessageDriver(MessageProtocol):
             self._taken[peer] = max(self._taken.get(peer, 0), taken)
 
     def note_short(self, to: int, nbytes: int) -> None:
-        """Count a short message to rank `to`, which compiled code has sent."""
+        """Count a short message to rank `to`, which compiled code has sent.
+
+        Its envelope has reported to `to` how many bytes this rank has taken; this is noted, too.
+        """
         peer = self._members[to]
         self._next_ident += 1
         self._report(peer)
@@ -388,9 +397,11 @@ class MessageDriver(MessageProtocol):
     ) -> Message | None:
         """Receive the message in `envelope`, which compiled code has received, into `view`.
 
-        `source` is the rank that has sent the envelope. After its header, the envelope has as many
-        bytes as `view`. Return None, and do nothing, if the envelope is not a short message with
-        `dtype` and `tag`; then call `pass_on`.
+        `source` is the rank that has sent the envelope, whose data must be as long as `view`. Count
+        the message as taken, and note the bytes that the envelope reports as taken; if
+        `is_report_due`, the caller must then call `report`. Return None, and do nothing, if the
+        envelope is not a short message of this communicator with `dtype` and `tag`; the caller must
+        then call `pass_on`.
         """
         kind, given, first_op, number, _, nbytes, taken = _HEADER.unpack_from(envelope)
         if kind != EnvelopeKind.MESSAGE or first_op != self._first_op:
@@ -528,8 +539,9 @@ class MessageDriver(MessageProtocol):
     def _cut(self, source: int, nbytes: int) -> list[int]:
         """Divide the bytes of a message from rank `source` among the data channels.
 
-        Return the number of bytes on each channel, in proportion to the bandwidth of its rail; one
-        number if the first channel carries all bytes.
+        Return the number of bytes on each channel, in proportion to the share of the bandwidth of
+        its rail that both ranks still have (`Health.share`). Return one number if the first channel
+        carries all bytes.
         """
         if len(self._rails) == 1 or nbytes <= self._slice_nbytes:
             return [nbytes]

@@ -62,7 +62,8 @@ _LOOK_S = 0.02
 _GIVE_WAY_S = 50e-6
 #: Interval in seconds at which the control thread submits `poll` while `LocalDriver.has_work`.
 _REST_S = 0.002
-#: Maximum number of prepared direct calls, and of those that compiled code compares.
+#: Maximum number of prepared direct calls; if there would be more, all are dropped first. And, for
+#: each length of key, maximum number of those that compiled code compares.
 _NPREPARED, _NRECENT = 64, 8
 #: Longest wait in seconds for the end of another thread's turn after an error; a turn lasts some
 #: milliseconds.
@@ -122,8 +123,8 @@ class LocalMessages:
         self._turn = Turn()
         #: One entry per thread that waits for its turn.
         self._newcomers: deque[None] = deque()
-        #: True if no message was unfinished or unreceived after the last turn, and `poll` has not
-        #: been called during a direct call since.
+        #: True if no message was unfinished or unreceived after the last turn of `_in_turn`, and
+        #: since then no `poll` has found the turn taken and no direct call was left to requests.
         self._is_quiet = True
         self._has_ended = False
         #: True if the control thread is scheduled to move messages.
@@ -152,7 +153,8 @@ class LocalMessages:
     def _in_turn(self, fn: Callable[[], _T], timeout_s: float | None = None) -> _T | None:
         """Return ``fn()``, called in this thread's turn.
 
-        Return None if the turn is not free within `timeout_s` seconds; None: wait for the turn.
+        If `timeout_s` is None, wait for the turn. Otherwise, return None, without calling `fn`, if
+        the turn is not free within `timeout_s` seconds.
 
         Raises
         ------
@@ -291,7 +293,11 @@ class LocalMessages:
         return bool(self._in_turn(move))
 
     def poll(self) -> None:
-        """Move messages once, unless a thread already does; called by the data loop's owner."""
+        """Move messages once, unless a thread already does; called by the data loop's owner.
+
+        If a thread does, direct calls return NOT_RUN until a later turn ends with no message
+        unfinished or unreceived.
+        """
         if self.is_below:
             self._is_quiet = False  # a direct call looks at the rings of its own peers only
             return

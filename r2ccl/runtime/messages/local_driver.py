@@ -124,11 +124,11 @@ class LocalDriver(MessageProtocol):
         return nbytes <= self._eager_nbytes and self.rings.fits(nbytes)
 
     def forget(self, *, is_closing: bool) -> None:
-        """Drop all messages: the communicator is closed, or else has failed.
+        """Drop all messages: the communicator is closed (`is_closing`), or has failed.
 
-        Afterwards, this rank neither reads nor writes the memory of a message, and no peer
-        completes a receive that reads it. If `is_closing`, such a receive ends with an error.
-        `advance` does nothing then.
+        Afterwards, this rank neither reads nor writes the memory of a message, `advance` does
+        nothing, and no peer completes a receive that reads a message in this process. If
+        `is_closing`, such a receive ends with an error at the peer.
         """
         self._has_forgotten = True
         self.rings.forget(is_closing=is_closing)
@@ -257,7 +257,10 @@ class LocalDriver(MessageProtocol):
         self._put(*given, announced=request.view)
 
     def _tell(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """Tell the sender that its message was read; the message counts as moving until then."""
+        """Tell the sender that its message was read.
+
+        The message counts as moving until this envelope is in the ring.
+        """
         given = envelope.source, EnvelopeKind.READ, 0, 0, envelope.ident, envelope.nbytes
         self._put(*given, request=request, ends_reading=True)
 
@@ -347,7 +350,7 @@ class LocalDriver(MessageProtocol):
             self._nmoving += 1
             self._tell(request, envelope)
         elif step in (layout.MOVES, layout.READS):
-            # The rings have the address and the time; here, only whether it is 0 counts.
+            # The rings have the address and the time; here, 1 stands for any address.
             readable_at = int(step == layout.READS)
             self._moves_in(source, _Arrival(request, envelope, readable_at, False))
         else:

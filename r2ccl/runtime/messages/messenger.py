@@ -50,7 +50,10 @@ class MessageRequest:
         self._owner: object | None = owner
 
     def is_done(self) -> bool:
-        """Return, without blocking, whether `wait` would return or raise an error at once."""
+        """Return, without blocking, whether `wait` would return or raise an error at once.
+
+        If the request has not ended yet, first advance messages once.
+        """
         return self._messenger.test(self._request)
 
     @property
@@ -84,7 +87,8 @@ class MessageRequest:
         ConcurrentCalls
             If the caller is a signal handler that interrupted a call of its thread.
         R2cclError
-            If the communicator has ended before the request was done.
+            If, before the request was done, the communicator has ended, this rank has closed it,
+            or, in shared memory, the sender of the message has closed it.
         """
         request = self._request
         try:
@@ -418,9 +422,11 @@ class Messenger(MessageCaller):
         self._local = self.way = LocalMessages(self, self._loop, driver, engine)
 
     def free_memory(self, timeout_s: float) -> bool:
-        """Send messages over the network again, and return True.
+        """Drop the messages in shared memory, use the network again, and return True.
 
-        Return False if a call still uses the shared memory after `timeout_s`; then call again.
+        Afterwards, no peer uses the arrays of these messages. Return False if a call still uses the
+        shared memory after `timeout_s` seconds; then call again. Return True if messages do not use
+        shared memory.
         """
         if self._local is None or self._local.close(timeout_s):
             self._local, self.way, self._has_finished = None, self._network, True
@@ -436,7 +442,8 @@ class Messenger(MessageCaller):
     def finish(self) -> None:
         """Withdraw the receives that have taken no message, and wait until no data is moving.
 
-        The data is that of messages that receives have taken: see `MessageProtocol.nmoving`.
+        The data is that of messages that receives have taken: see `MessageProtocol.nmoving`. Then
+        stop using the arrays of announced messages, see `MessageProtocol.release_announced`.
 
         Raises
         ------
@@ -511,7 +518,7 @@ class Messenger(MessageCaller):
         return found
 
     def test(self, request: SendRequest | ReceiveRequest) -> bool:
-        """Return whether a wait for `request` is over; if not, advance messages once.
+        """Return whether a wait for `request` is over; if not, advance messages once and ask again.
 
         The wait is over if the request is done, calls are refused (see `refuse`) or the
         communicator has ended. `wait`, not this method, raises the error that ended the

@@ -58,8 +58,9 @@ class SendRequest:
 class ReceiveRequest:
     """Receive of a message from rank `source` with `tag`; both may be `ANY`.
 
-    ``view`` is the memory into which the message is received, ``dtype`` the number of the dtype
-    that the message must have, and ``error`` the reason why a message did not fit, or None.
+    ``view`` is the memory into which the message is received, and ``dtype`` the number of the dtype
+    that the message must have. ``error`` is the error with which the receive has ended: a message
+    did not fit or, in shared memory, its sender closed the communicator first. Otherwise None.
     """
 
     def __init__(self, view: memoryview, dtype: int, source: int, tag: int) -> None:
@@ -145,7 +146,7 @@ class MessageProtocol(ABC):
 
     @abstractmethod
     def release_announced(self) -> None:
-        """Use the arrays of announced messages no more; the communicator is being closed.
+        """Stop using the arrays of announced messages; the communicator is being closed.
 
         A receive that takes such a message later gets a copy or, in shared memory, an error.
         """

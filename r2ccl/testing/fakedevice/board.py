@@ -49,8 +49,9 @@ class Host:
     def __init__(self, actor: int) -> None:
         self.actor = actor
         self.clock: Clock = {actor: 1}
-        #: Number of the last NIC write that the host has seen, by actor, on cards that reorder NIC
-        #: writes. Work that the host enqueues sees such a write only if `clock` covers it as well.
+        #: Number of the last NIC write that the host has seen, for each card that reorders NIC
+        #: writes, by the actor of the host's NICs on that card. Work that the host enqueues sees
+        #: such a write only if `clock` covers it as well.
         self.unflushed: Clock = {}
 
     @property
@@ -384,9 +385,9 @@ class Board:
     # Freeing
 
     def users(self, span: Span) -> list[FakeOperation]:
-        """Return the operations that have not run and use a span, or memory that the span owns.
+        """Return the operations that have not run and use a span.
 
-        This includes operations that reach the memory of the span through another span.
+        If the span owns its memory, this includes operations that reach it through another span.
         """
         return [
             each

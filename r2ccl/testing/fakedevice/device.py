@@ -4,7 +4,7 @@ Every call checks its addresses and handles, and that the resources it frees are
 fake cannot see direct accesses of the host to pinned memory, so the host declares them with
 `host_reads` and `host_writes`.
 
-A call with undefined behaviour or an invalid argument raises `WrongOrder`, which the library does
+A call with undefined behavior or an invalid argument raises `WrongOrder`, which the library does
 not handle; every later driver call raises the same error. A refusal of the driver that the library
 handles raises `TransportError` with a status.
 """

@@ -3,7 +3,7 @@
 A kernel whose arguments are the addresses of its operands declares the memory that it touches. A
 kernel that reads these addresses from a table cannot declare its memory, because the host may fill
 the table after the launch. The fakes give the same bits as the kernels of `r2ccl.kernels.cuda`,
-except where those kernels differ from the kernels for the host.
+except in the cases listed there (NaN and complex products).
 """
 
 from __future__ import annotations

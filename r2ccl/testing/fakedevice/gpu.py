@@ -123,7 +123,11 @@ class FakeGpu:
     # Writes of NICs
 
     def touch_remotely(self, piece: MemoryPiece, host: Host, what: str) -> None:
-        """Record a NIC's write whose completion a host has seen; see `Board.touch`."""
+        """Record a NIC's write whose completion `host` has seen; see `Board.touch`.
+
+        On a card that reorders such writes, work that `host` enqueues is ordered after a write to
+        the card's memory only after `flush`.
+        """
         stamp = host.step(what)
         if self.reorders_remote_writes and not piece.span.is_host:
             if host.actor not in self._nics:

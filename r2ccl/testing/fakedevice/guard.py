@@ -39,7 +39,7 @@ class Guard:
         return bool(self._sources or self._targets)
 
     def take(self, others: Iterable[FakeOperation]) -> None:
-        """Guard each pinned source that no other operation writes, and each unused pinned target.
+        """Guard each pinned source that no other operation writes; poison unused pinned targets.
 
         Parameters
         ----------

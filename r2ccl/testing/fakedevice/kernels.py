@@ -32,10 +32,11 @@ class FakeKernel(msgspec.Struct, frozen=True):
     run : callable
         ``run(grid, *values)`` does the work of all blocks; `grid` is a `Grid`.
     touches : callable, optional
-        ``touches(grid, *values)`` returns two lists of (address, nbytes) before the kernel runs:
-        the memory that it reads, and the memory that it writes completely. Without `touches`, the
-        accesses of the kernel are checked only when they happen, and an access of the host to
-        pinned memory that the kernel uses is detected only if the host declares it.
+        ``touches(grid, *values)`` is called by the launch and returns two lists of (address,
+        nbytes): the memory that the kernel reads, and the memory that it writes completely. It must
+        not access memory through `grid`. Without `touches`, the accesses of the kernel are checked
+        only when they happen, and an access of the host to pinned memory that the kernel uses is
+        detected only if the host declares it.
     """
 
     run: Run

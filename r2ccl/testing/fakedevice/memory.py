@@ -306,7 +306,10 @@ class AddressSpace:
         return ""
 
     def at_host(self, owner: str, address: int, nbytes: int) -> MemoryPiece | None:
-        """Return the pinned memory of a process at a host address; None if it is not pinned."""
+        """Return `nbytes` pinned bytes of a process at a host address.
+
+        Return None unless one pinned span contains all of them.
+        """
         for span in self.of(owner):
             offset = address - span.memory.ctypes.data
             if span.is_host and 0 <= offset <= span.nbytes - nbytes:

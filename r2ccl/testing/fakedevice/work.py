@@ -71,7 +71,7 @@ class Word:
         """Merge the clock of the actor that first wrote `value` or more into `clock`.
 
         A stream that waits for `value` calls this method with its clock, so that its later work is
-        ordered after that write.
+        ordered after that write. Before the call, the word must have reached `value`.
         """
         join(clock, next(known for found, known in self._written if _is_at_least(found, value)))
 

@@ -109,7 +109,8 @@ class PlanRun:
         """Accept one rank's report, apply the fault that it names, and send the answer.
 
         If the fault cannot be applied, the answer contains the start of the error, and the error is
-        raised.
+        raised. A report that is malformed or does not arrive in time raises an error without an
+        answer.
         """
         connection, _ = self.listener.accept()
         with connection:

@@ -1,7 +1,7 @@
 """Injector of faults into the NICs and ranks of a lab.
 
 The injector applies a fault at once. The driver's thread undoes the fault after `duration_s`, and
-sets the NIC of a flap up and down. A lock serialises all changes of NICs, so that no other fault
+sets the NIC of a flap up and down. A lock serializes all changes of NICs, so that no other fault
 changes a NIC between the two times of a `Firing`.
 """
 

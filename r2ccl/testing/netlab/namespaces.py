@@ -100,7 +100,8 @@ class NamespaceSet:
         Raises
         ------
         LabError
-            If the namespaces are not removed in time.
+            If the namespaces are not removed in time, or the guard was killed and the command that
+            removes them in its place cannot be run.
         """
         if self._guard.stdin is None or self._guard.stdin.closed:
             return

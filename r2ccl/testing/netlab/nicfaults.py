@@ -135,6 +135,8 @@ class NicFaults:
     def restore(self, node: int | None = None, rail: int | None = None) -> None:
         """Undo all faults of a NIC, of a node, of a rail or, with no argument, of all NICs.
 
+        An ``isolate`` is a fault of both of its nodes.
+
         Raises
         ------
         LabError

@@ -300,7 +300,7 @@ def spawn(
         stdout=subprocess.PIPE,
         stderr=None if is_interactive else subprocess.STDOUT,
         # Keep Ctrl-C from the ranks, which the lab's process ends itself. The session also makes
-        # a rank and its children a process group that can be signalled together.
+        # a rank and its children a process group that can be signaled together.
         start_new_session=True,
     )
 

@@ -158,10 +158,11 @@ class SimControl:
         self.gossip(Flooded(rank, number, self._codec.encode(message)))
 
     def tick(self, excused_s: float) -> None:
-        """Report the peers that are lost: silent for longer than the peer timeout, or cut off.
+        """Report lost peers to the host: silent for longer than the peer timeout, or cut off.
 
-        A peer is cut off if every route to it passes through a lost rank. `excused_s` is the time
-        in seconds for which this process did not run; this time does not count as silence.
+        The loss of a silent peer is sent to the neighbors, too. A peer is cut off if every route to
+        it passes through a lost rank. `excused_s` is the time in seconds for which this process did
+        not run; this time does not count as silence.
         """
         now = self._timeline.now
         for peer, session in list(self._sessions.items()):
@@ -278,6 +279,7 @@ class SimControl:
         """Report the loss of `peer` to the host and, over their session if any, to `peer` itself.
 
         Also cancel the dials to `peer`. Do nothing and return False if `peer` was lost before.
+        `witness` is the rank that found the loss; None: this rank.
         """
         if self._overlay.is_closed(peer):
             return False

@@ -50,7 +50,10 @@ class GpuNetwork(SimNetwork):
         return self.devices[rank].read(address_of(view), len(view)).tobytes()
 
     def move(self, message: SimMessage, start: int, end: int) -> None:
-        """Move bytes `start` to `end` of a cleared slice between host or device memories."""
+        """Move bytes `start` up to `end` (exclusive) of a cleared slice, as `SimNetwork.move` does.
+
+        Source and target may each be in host or device memory.
+        """
         assert message.region is not None
         assert message.view is not None
         data = self.bytes_of(message.end.rank, message.view[start:end])

@@ -118,7 +118,10 @@ class SimNetwork:
         return self.wires[min(a, b), max(a, b), rail]
 
     def bypass(self, rank: int, peer: int, way: BypassWay) -> Wire | None:
-        """Return a new wire from `rank` to `peer` by `way`; None if the way is not up now."""
+        """Return a new wire from `rank` to `peer` by `way`.
+
+        Return None if the network lacks the way, or the way is not up now.
+        """
         pair = (min(rank, peer), max(rank, peer))
         if way.to == peer:
             ports = frozenset({(rank, way.via), (peer, way.rail)})
@@ -437,7 +440,10 @@ class SimNetwork:
             self.move(message, 0, half)
 
     def move(self, message: SimMessage, start: int, end: int) -> None:
-        """Move bytes `start` to `end` of a cleared slice; override it for device memory."""
+        """Move bytes `start` up to `end` (exclusive) of a cleared slice.
+
+        Override it for device memory.
+        """
         assert message.region is not None
         assert message.view is not None
         message.region[start:end] = message.view[start:end]

@@ -1,9 +1,9 @@
 """Workloads and failure plans of the simulator, as values for property tests.
 
 A `Workload`, a `FailurePlan` and a seed determine every event of a run. A fault with an attribute
-``at`` happens once ``at`` events of the timeline have happened. All numbers are integers, so that a
-property test can shrink them; times are in milliseconds (``ms`` in the name) or microseconds
-(``us``).
+``at`` happens once ``at`` events of the timeline have happened; if all ranks are done before, it
+does not happen. All numbers are integers, so that a property test can shrink them; times are in
+milliseconds (``ms`` in the name) or microseconds (``us``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class CallSpec(msgspec.Struct, frozen=True):
     Attributes
     ----------
     count : int
-        Number of elements.
+        Number of elements. For allgather, alltoall and gather without `sizes`, it must be a
+        multiple of the number of ranks.
     algorithm : str
         Name of the schedule in `r2ccl.testing.simulation.SCHEDULES`, which determines the
         collective. With `is_planned`, a name in `r2ccl.config.ALGOS`.

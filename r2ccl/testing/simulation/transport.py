@@ -56,7 +56,10 @@ class SimTransport(PreconnectedTransport):
         self._probing: set[ProbeKey] = set()
 
     def open(self, path: PathKey, endpoint: End) -> None:
-        """Open `path` on one end of a connection, and process the messages that already arrived."""
+        """Open `path` on one end of a connection, and process the messages that already arrived.
+
+        If the connection is broken already, report `Failed`.
+        """
         if path in self._ends:
             raise InternalError(f"rank {self._rank}: {path} opened again before it was fenced")
         self._gone.discard(path)

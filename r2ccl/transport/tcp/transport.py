@@ -100,8 +100,9 @@ class TcpTransport(PreconnectedTransport):
     eager_nbytes : int
         Largest eager payload accepted from a peer, in bytes.
     congestion : str
-        TCP congestion control of the sockets: ``auto`` for reno on loopback and cubic elsewhere,
-        empty for the system's default, which is also used if the algorithm cannot be set.
+        TCP congestion control of the sockets: the kernel's name of an algorithm, ``auto`` for reno
+        on loopback and cubic elsewhere, or empty for the system's default. If the algorithm cannot
+        be set, the system's default is used.
     sources : mapping of int to Nic
         Local NIC of each rail, for probes.
     targets : mapping of PathKey to (str, int)
@@ -495,7 +496,7 @@ class TcpTransport(PreconnectedTransport):
             self._fail_os(conn, exc)
 
     def _read_landing(self, conn: Connection) -> bool:
-        """Read into the landing place; return False if no data is left or the path failed."""
+        """Read into the landing place; return False if the socket is empty or the path failed."""
         target, place = conn.target, conn.place
         assert target is not None
         assert place is not None
@@ -665,9 +666,11 @@ class TcpTransport(PreconnectedTransport):
         return False
 
     def _write_some(self, conn: Connection) -> bool:
-        """Write from ``sending`` with one system call; return False if only a part was accepted.
+        """Offer up to `_CALL_NBYTES` bytes of ``sending`` to the socket, in one system call.
 
-        If the connection is broken, the call raises no SIGPIPE, which could end the user's process.
+        Return False if the socket accepted only a part of the offered bytes. Raise BlockingIOError
+        if it accepted none. If the connection is broken, an error is raised, but no SIGPIPE, which
+        could end the user's process.
         """
         sending = conn.sending
         if len(sending) == 1:

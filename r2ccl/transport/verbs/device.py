@@ -103,14 +103,15 @@ class NeighbourTable(Protocol):
     def knows(self, source: str, destination: str) -> bool:
         """Return True if the link-layer address of `destination` is known or not needed.
 
-        Also return True if only connecting a queue pair can resolve it. Otherwise return False at
-        once, after a request to resolve the address if there is a route to it. Both arguments are
-        GIDs as text.
+        Also return True if only connecting a queue pair can resolve it. Return False, without
+        waiting, if the address is not known yet (the kernel then begins to resolve it), or if the
+        lookup failed for a reason that may pass, such as a missing route. Both arguments are GIDs
+        as text; `source` is that of this port.
 
         Raises
         ------
         OSError
-            If the kernel refuses the lookup.
+            If the lookup failed for another reason.
         """
         ...
 
@@ -311,7 +312,8 @@ class RdmaDevice:
     def port_events(self) -> list[int]:
         """Acknowledge the device's pending async events; return their types (``ibv_event_type``).
 
-        An event may be of another port of the NIC; see `is_of_other_port`.
+        An event may be of another port of the NIC; see `is_of_other_port`. After any event, the
+        next `refresh` determines the GID again.
 
         Raises
         ------
@@ -406,8 +408,7 @@ class RdmaDevice:
         ------
         TransportError
             Status ``ENDPOINT_INFO``: `info` cannot be decoded. Status ``NO_NEIGHBOUR``: the peer's
-            link-layer address is not known yet, or the kernel refuses the lookup; a later call may
-            succeed.
+            link-layer address is not known yet, or its lookup failed; a later call may succeed.
         """
         try:
             remote = decoder.decode(info)

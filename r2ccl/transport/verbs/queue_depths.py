@@ -12,8 +12,8 @@ Invariant: `completions` covers all requests that `r2ccl.transport.verbs.queuepa
 from __future__ import annotations
 
 #: Maximum number, per path and direction, of unconsumed messages, of announced landing places, and
-#: of credits in flight. They are few because each needs a receive request, and a fence waits until
-#: all receive requests are flushed.
+#: of credits in flight. The numbers are small because each message, landing place and credit needs
+#: a receive request, and a fence waits until all receive requests are flushed.
 NMESSAGES = 16
 NLANDINGS = 16
 _NCREDITS = 8

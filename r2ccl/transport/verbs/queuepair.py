@@ -282,6 +282,8 @@ class QueuePair:
         ------
         TransportError
             If the device refuses.
+        InternalError
+            If the message is larger than the ring.
         """
         nbytes = len(header) + len(payload)
         if not self.has_room():

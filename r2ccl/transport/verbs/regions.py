@@ -215,7 +215,7 @@ def close_all(registrars: Sequence[Registrar], regions: Sequence[MemoryRegion]) 
 
 
 def locked_memory_limit() -> str:
-    """Return the RLIMIT_MEMLOCK of this process as text: "unlimited" or a number of bytes."""
+    """Return the soft RLIMIT_MEMLOCK of this process as text: "unlimited" or "65536 bytes"."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
 

@@ -80,7 +80,7 @@ class VerbsTransport:
     registrations : RegistrationCache
         Cache for the NICs of `devices`, in the same order. Owned.
     eager_nbytes : int
-        Largest eager payload, in bytes.
+        Largest eager payload accepted from a peer, in bytes; determines the size of the rings.
     timeout, retry_cnt : int
         Attributes of every queue pair of a path: an unacknowledged packet is retransmitted after
         4.096 us times 2^timeout, at most `retry_cnt` times.
@@ -211,7 +211,8 @@ class VerbsTransport:
         """Stop the queue pair of `path`; `poll` reports `Fenced` once its requests have completed.
 
         If that takes more than `_DRAIN_TIMEOUT_S`, or the device refuses, the queue pair is
-        destroyed, and `Fenced` is reported then. Does nothing if `path` was not opened.
+        destroyed, and `Fenced` is reported then. Does nothing if `path` was not opened since its
+        last fence.
         """
         endpoint = self._by_path.pop(path, None)
         if endpoint is None:
