@@ -232,7 +232,17 @@ class TwoLevelCalls:
     def _on_error(self, error: BaseException) -> None:
         """End the communicator after an error in the second thread."""
         if self._engine.error is None:
-            self._engine.fail_local(error)
+            self._engine.fail_local(self._reported(error))
+
+    def _reported(self, error: BaseException) -> BaseException:
+        """Return the error to report for `error`; only a `CallsDiffer` is replaced."""
+        from r2ccl.shm.group import CallsDiffer
+
+        if not isinstance(error, CallsDiffer):
+            return error
+        rank, peer = self._team[self._group.rank], self._team[error.index]
+        op = self._engine.op if self._has_begun else self._engine.op + 1
+        return difference(op, rank, peer, error.own, error.call, is_earlier=error.is_earlier)
 
     def ahead(self) -> dict[int, int]:
         """Return an empty dict: the engine knows the calls by their steps over the network."""
@@ -368,16 +378,8 @@ class _Run:
 
         Return the error that the call must raise.
         """
-        from r2ccl.shm.group import CallsDiffer
-
         engine, calls = self._engine, self._calls
-        if isinstance(error, CallsDiffer):
-            rank, peer = calls._team[self._group.rank], calls._team[error.index]
-            op = engine.op if calls._has_begun else engine.op + 1
-            differing = error
-            error = difference(
-                op, rank, peer, differing.own, differing.call, is_earlier=differing.is_earlier
-            )
+        error = calls._reported(error)
         engine.note_end_known()
         has_ended = engine.error is not None
         while not has_ended:

@@ -42,21 +42,35 @@ class Node:
     def wake(self) -> None: ...
 
 
-@pytest.mark.parametrize("differing", [1, 2], ids=["before the network", "after it"])
-def test_calls_that_differ_are_named_by_their_number(differing: int) -> None:
+CHUNK = (Piece(0, 8, ((0, 4), (4, 8))),)
+
+
+# With two chunks, the second thread runs steps 2 and 3, or 3 and 2.
+@pytest.mark.parametrize(("nchunks", "differing"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (2, 4)])
+def test_calls_that_differ_are_named_by_their_number(nchunks: int, differing: int) -> None:
     engine: Any = SimpleNamespace(
-        rank=0, op=4, error=None, attach=lambda calls: None, check=lambda: None, enter=lambda: None
+        rank=0, op=4, error=None, attach=lambda calls: None, enter=lambda: None
     )
 
     def fail(error: BaseException) -> None:
-        engine.error = error
+        engine.error = engine.error or error
+
+    def check() -> None:
+        if engine.error is not None:
+            raise engine.error
+
+    def await_local(op: int, call: int, resume: Any, *given: Any, **named: Any) -> None:
+        while not resume():
+            pass
 
     def run_engine(plan: Any, make: Any) -> None:
-        engine.op += 1
+        if engine.op == 4:
+            engine.op += 1
 
-    engine.fail_local = fail
+    engine.fail_local, engine.check = fail, check
+    engine.waits = SimpleNamespace(await_local=await_local)
     engine.note_end_known = lambda: None
-    whole = Division(((Piece(0, 8, ((0, 4), (4, 8))),),), True, 0)
+    whole = Division((CHUNK,) * nchunks, True, 0)
     plans: Any = SimpleNamespace(
         division=lambda *given: whole,
         is_bandwidth_sample=lambda *given: False,
