@@ -1416,7 +1416,7 @@ class Communicator:
         is called by a signal handler that interrupted a blocking call, or by a function of
         `user_op`. A communicator made by `split` and the like is closed alone: `close` waits for
         the calls and messages of this rank only, and the shared connections stay open. It does not
-        wait until other ranks receive this rank's messages: a receive that takes a long message
+        wait until other ranks receive this rank's messages: a receive that takes an announced one
         later gets a copy over the network, and raises CommunicatorRevoked in shared memory. But if
         the asynchronous calls do not end in time, all communicators are revoked. After `close`,
         even if it raises, no call writes to an array any more, except a call that cannot be ended,

@@ -235,8 +235,9 @@ def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
     ``RANK`` and ``WORLD_SIZE``, which other launchers set, are a claim too, if both are set. Claims
     without a number of ranks are returned only if no claim has one. A claim of an MPI launcher in
     which the rank is not below the number of ranks is ignored: its variables are from two
-    launchers. PMIx is ignored if Open MPI's variables are set: Open MPI also sets PMIx's rank, and
-    the size of the job step under Slurm is then the number of hosts, not of ranks.
+    launchers. PMIx is ignored if Open MPI's variables are set: Open MPI also sets PMIx's rank, but
+    a claim of PMIx takes its size from Slurm's job step, in which Open MPI's mpirun runs one task
+    per host, not per rank.
     """
     found = []
     for each in LAUNCHERS:

@@ -345,7 +345,7 @@ def scan(x: Any, out: Any, op: Operation, is_exclusive: bool) -> Request:
     if op is ReduceOp.AVG or getattr(op, "op", None) is ReduceOp.AVG:
         divisor = "rank, but not on rank 0, which gets no result" if is_exclusive else "rank + 1"
         raise InvalidArgument(
-            f"{name} with op=AVG: every rank reduces the inputs of a different number of ranks; "
+            f"{name} does not support op=AVG, because the number of inputs differs between ranks: "
             f"pass op=SUM and divide by {divisor}"
         )
     number = op if type(op) is ReduceOp else ReduceOp.SUM

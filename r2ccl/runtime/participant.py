@@ -351,8 +351,13 @@ class Participant:
             self.on_host.local.require_same(is_last=is_last)
 
     def free_memory(self, timeout_s: float) -> None:
-        """Free shared memory; log an error if it stays in use, see `Collectives.free_memory`."""
-        if not self.collectives.free_memory(timeout_s):
+        """Free shared memory, and end the remaining waits for messages.
+
+        Log an error if the memory stays in use, see `Collectives.free_memory`.
+        """
+        if self.collectives.free_memory(timeout_s):
+            self.engine.messenger.let_go()
+        else:
             _log.error(
                 "rank %d: after a wait of %g s, a call or message still uses the shared memory of "
                 "the closed communicator, so this memory is not freed; end the process to free it",

@@ -182,8 +182,8 @@ def start_of(
     groups : list
         If it has items, `start` is called.
     conditions : sequence of (object, str, object)
-        Objects, names of their attributes, and objects: if an attribute is another object, `start`
-        is called.
+        Each an object, the name of one of its attributes, and a value: if the attribute is any
+        other object than the value, `start` is called.
 
     Raises
     ------

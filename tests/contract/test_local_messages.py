@@ -91,6 +91,18 @@ def test_a_forked_child_is_refused() -> None:
     assert run(programs.forked, 2) == [["CommunicatorRevoked", "True"]] * 2
 
 
+def test_unfinished_messages_end_with_the_job() -> None:
+    ended = ["True", "CommunicatorRevoked"]
+    found = run(message_programs.unfinished_after_the_close, 2)
+    assert found == [[["CommunicatorRevoked"], ended, ended]] * 2
+
+
+def test_unfinished_messages_are_refused_in_a_forked_child() -> None:
+    child = ["True", "CommunicatorRevoked"] * 2
+    found = run(message_programs.unfinished_in_a_forked_child, 2)
+    assert found == [[*child, "2 to 2", "True"], [*child, "1 to 1", "True"]]
+
+
 def test_closing_waits_for_data_that_moves() -> None:
     assert run(programs.closing_a_child, 2) == [[True]] * 2
 

@@ -98,6 +98,18 @@ def test_a_close_in_another_thread_tears_no_message_on_links() -> None:
     assert launch(run, 2, timeout_s=TIMEOUT_S) == [[], []]
 
 
+def test_unfinished_messages_end_with_the_job() -> None:
+    ended = ["True", "CommunicatorRevoked"]
+    found = launch(programs.unfinished_after_the_close, 2, timeout_s=TIMEOUT_S)
+    assert found == [[["CommunicatorRevoked"], ended, ended]] * 2
+
+
+def test_unfinished_messages_are_refused_in_a_forked_child() -> None:
+    child = ["True", "CommunicatorRevoked"] * 2
+    found = launch(programs.unfinished_in_a_forked_child, 2, timeout_s=TIMEOUT_S)
+    assert found == [[*child, "2 to 2", "True"], [*child, "1 to 1", "True"]]
+
+
 def test_a_refused_message_goes_to_the_next_receive() -> None:
     _, found = launch(programs.refused_to_the_first, 2, timeout_s=TIMEOUT_S)
     took = [str(Message(0, tag, 3)) for tag in (0, 1)]

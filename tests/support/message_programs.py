@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -458,3 +459,43 @@ def closed_by_the_sender(is_awaited: bool) -> str:
         finally:
             child.close()
         return f"{out.min():g} to {out.max():g}"
+
+
+def _ends(request: r2ccl.MessageRequest) -> list[str]:
+    """Return whether a request tells that it is done, and the error of its wait."""
+    is_done = str(request.is_done())
+    try:
+        return [is_done, str(request.wait())]
+    except R2cclError as exc:
+        return [is_done, type(exc).__name__]
+
+
+def unfinished_after_the_close() -> list[list[str]]:
+    """Close the job's communicator with unfinished messages, for one of which a thread waits."""
+    comm = r2ccl.init()
+    peer, found = 1 - comm.rank, []
+    sent = [comm.send(np.ones(300_000), peer, 1, async_op=True) for _ in range(2)]
+    received = comm.recv(np.ones(3), peer, 2, async_op=True)
+    waiting = threading.Thread(target=lambda: found.append(_ends(sent[0])[1:]))
+    waiting.start()
+    comm.close()
+    waiting.join(TIMEOUT_S)
+    return [*found, _ends(sent[1]), _ends(received)]
+
+
+def unfinished_in_a_forked_child() -> list[str]:
+    """Return how unfinished messages end in a forked child; they continue in the parent."""
+    with r2ccl.init() as comm:
+        peer, x, out = 1 - comm.rank, np.full(300_000, comm.rank + 1.0), np.zeros(300_000)
+        sent = comm.send(x, peer, async_op=True)
+        received = comm.recv(np.ones(3), peer, 2, async_op=True)
+        reader, writer = os.pipe()
+        if not os.fork():
+            os.write(writer, " ".join(_ends(sent) + _ends(received)).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as file:
+            said = file.read().split()
+        comm.recv(out, peer)
+        sent.wait()
+        return [*said, f"{out.min():g} to {out.max():g}", str(received.cancel())]

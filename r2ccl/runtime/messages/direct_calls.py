@@ -159,7 +159,7 @@ class DirectCalls:
 
         Return NOT_RUN in these cases:
 
-        - A peer is this rank, `ANY` or not connected.
+        - A peer is this rank, `ANY` or not connected, or the communicator is being closed.
         - An announced message is unfinished, which compiled code would delay.
         - The call receives, and another receive waits, a message to take has arrived already, or an
           envelope from the sender has arrived and is not handled yet.
@@ -195,7 +195,9 @@ class DirectCalls:
     def _is_possible(self, sent: DirectEnd | None, received: DirectEnd | None) -> bool:
         """Return whether peers, messages and receives permit a direct call; see `run`."""
         driver = self._driver
-        if driver.has_long or (driver.has_waiting and not self._are_short(sent, received)):
+        if driver.is_closing or driver.has_long:
+            return False
+        if driver.has_waiting and not self._are_short(sent, received):
             return False
         for each in (sent, received):
             if each is not None and not driver.has_links(each.peer):

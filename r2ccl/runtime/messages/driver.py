@@ -26,6 +26,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from r2ccl.config import ENVELOPE_NBYTES
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import InternalError
@@ -182,6 +184,8 @@ class MessageDriver(MessageProtocol):
         nhomes = len(homes)
         #: First channel of data.
         self.data_channel = self.channel + nhomes
+        #: True after `release_announced`.
+        self.is_closing = False
         self._next_ident = 0
         #: Number of receives and of sends whose data is moving.
         self._nreceiving = self._nsending = 0
@@ -227,9 +231,15 @@ class MessageDriver(MessageProtocol):
         return self._nreceiving + self._nsending
 
     def release_announced(self) -> None:
-        """Copy the data of announced messages: they may be granted until all ranks have closed."""
+        """Copy the data of announced messages: they may be granted until all ranks have closed.
+
+        Afterwards, there are no direct calls: the arrays of messages would not be copied.
+        """
+        self.is_closing = True
         for request in self._announced.values():
-            request.view = memoryview(bytearray(request.view))
+            if request.peer != self._members[self._rank]:
+                # NumPy copies without the GIL, so that the control thread answers the peers.
+                request.view = np.frombuffer(request.view, np.uint8).copy().data
 
     def _new_send(self, peer: int, view: memoryview) -> SendRequest:
         self._next_ident += 1

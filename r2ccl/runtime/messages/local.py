@@ -351,12 +351,16 @@ class LocalMessages:
         first, second = _operand(sent, has_form), _operand(received, has_form)
         is_short = sent is not None and self.driver.is_short(sent.buffer.nbytes)
 
-        def prepare() -> DirectCall:
+        def prepare() -> DirectCall | None:
+            if self._has_ended:
+                return None
             return DirectCall(
                 self.driver.rings, first, second, is_short=is_short, has_form=has_form
             )
 
         call = self.own(prepare, is_step=True)
+        if call is None:
+            return NOT_RUN
         made = PreparedMessage(call.words, key, [None], call)
         if has_form:
             if len(self._prepared) >= _NPREPARED:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Replaces the memory of a finished request, which the caller may then resize or free.
 _NO_VIEW = memoryview(b"")
+#: Result in place of that of a function which was not called, because calls are refused.
+_REFUSED = object()
 
 
 class MessageRequest:
@@ -373,18 +375,25 @@ class Messenger(MessageCaller):
         self.way: Way = self._network
         self._refusal: Callable[[], R2cclError] | None = None
         self._local: LocalMessages | None = None
-        #: True if no peer uses the arrays of messages any more.
-        self._has_finished = False
+        #: True after `let_go`.
+        self._has_let_go = False
         loop.callers.append(self)
 
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
         """End the waits for messages and refuse all later calls, each with an error ``refusal()``.
 
         The wait for a send, or for a message that a receive has taken, ends only with the message,
-        with the communicator, or with `finish` and, in shared memory, `free_memory`: until then, a
-        peer may use its array. Any thread may call this method.
+        with the communicator, or with `let_go`: until then, a peer may use its array. Any thread
+        may call this method.
         """
         self._refusal = refusal
+
+    def let_go(self) -> None:
+        """End the remaining waits if calls are refused: no peer uses the arrays of messages.
+
+        Any thread may call this method.
+        """
+        self._has_let_go = True
 
     @property
     def _is_over(self) -> bool:
@@ -392,7 +401,7 @@ class Messenger(MessageCaller):
 
         Also True if calls are refused while Python ends: nothing frees the memory then.
         """
-        is_free = self._has_finished or sys.is_finalizing()
+        is_free = self._has_let_go or sys.is_finalizing()
         return self._refusal is not None and is_free
 
     @property
@@ -429,7 +438,7 @@ class Messenger(MessageCaller):
         shared memory.
         """
         if self._local is None or self._local.close(timeout_s):
-            self._local, self.way, self._has_finished = None, self._network, True
+            self._local, self.way = None, self._network
             return True
         return False
 
@@ -438,6 +447,7 @@ class Messenger(MessageCaller):
         if self._local is not None:
             self._local.disown()
         self._local, self.way = None, self._network
+        self.let_go()
 
     def finish(self) -> None:
         """Withdraw the receives that have taken no message, and wait until no data is moving.
@@ -466,7 +476,8 @@ class Messenger(MessageCaller):
 
         doing = "close(), before the data of all messages has arrived"
         self._wait(is_done, ANY, doing, "message", self._timeout_s)
-        self._has_finished = self._local is None
+        if self._local is None:
+            self.let_go()
 
     def close(self) -> None:
         """Stop handling messages; called by the owner of the data loop."""
@@ -611,7 +622,15 @@ class Messenger(MessageCaller):
     def _own(self, fn: Callable[[], Any], *, is_step: bool = False) -> Any:
         """Return the result of `Way.own`; raise the refusal if calls are refused."""
         self._require_open()
-        return self.way.own(fn, is_step=is_step)
+
+        def run() -> Any:
+            # A close in another thread may have dropped all messages since.
+            return _REFUSED if self._refusal is not None else fn()
+
+        found = self.way.own(run, is_step=is_step)
+        if found is _REFUSED:
+            self._require_open()
+        return found
 
     def _wait(
         self, is_done: Callable[[], bool], peer: int, doing: str, what: str, timeout_s: float

@@ -157,6 +157,21 @@ def test_no_wait_for_a_message_continues_after_the_end() -> None:
         request.wait(0)
 
 
+def test_a_send_is_refused_if_a_close_comes_before_its_turn(monkeypatch) -> None:
+    engine, _ = make_engine()
+    messenger, x = engine.messenger, np.zeros(1000, np.uint8)
+    own = messenger.way.own
+
+    def close_first(fn, *, is_step):
+        messenger.refuse(lambda: CommunicatorRevoked("closed"))
+        return own(fn, is_step=is_step)
+
+    monkeypatch.setattr(messenger.way, "own", close_first)
+    with pytest.raises(CommunicatorRevoked, match="closed"):
+        messenger.send(Buffer(x, 0, 1000, 1, 1000, x), 1, 7, is_synchronous=True)
+    assert not messenger.way.driver._announced
+
+
 def test_a_call_that_does_not_run_reports_nothing_as_taken() -> None:
     engine, _ = make_engine(eager_nbytes=1 << 16)
     driver, links = engine.messenger.way.driver, engine._links
