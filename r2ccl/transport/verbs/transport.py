@@ -695,8 +695,7 @@ class VerbsTransport:
 
     def _log_destroyed(self, path: PathKey, why: TransportError) -> None:
         _log.warning(
-            "rank %d: rail %d to rank %d: %s; the queue pair is destroyed, and the next connection "
-            "uses another one",
+            "rank %d: rail %d to rank %d: %s; the queue pair is destroyed",
             self._rank, path.rail, path.peer, why,
         )  # fmt: skip
 
