@@ -149,7 +149,7 @@ class _Leaders:
         self.channels = self.seen = channels
 
     def generate(self, rank: int) -> tuple[tuple[Op, ...], ...]:
-        programs = self._schedule.generate(rank)
+        programs = self._schedule.program(rank).channels
         if len(programs) != len(self.channels):
             return programs  # `as_arrays` raises the error
         self.seen = _refined(self.seen, programs)
@@ -159,7 +159,7 @@ class _Leaders:
 
 def _distinct(schedule: Schedule) -> tuple[ScheduleArrays, Ints]:
     """Return the ops of each shape's first channel (its leader), and the leader of each channel."""
-    leaders = _Leaders(schedule, _refined([0] * schedule.nchannels, schedule.generate(0)))
+    leaders = _Leaders(schedule, _refined([0] * schedule.nchannels, schedule.program(0).channels))
     while True:
         arrays = as_arrays(msgspec.structs.replace(schedule, generate=leaders.generate))
         if leaders.seen == leaders.channels:

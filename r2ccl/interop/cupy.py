@@ -117,7 +117,7 @@ def init_process_group(
         )
     if use_mpi:
         return Backend(_meet_over_mpi(n_devices, rank))
-    host = host or os.environ.get(_HOST_VARIABLE)
+    host = host or os.environ.get(_HOST_VARIABLE) or None
     port = _port_in_environment() if port is None else port
     if host is None and port is None and all(name in os.environ for name in _LAUNCHED):
         return Backend(_meet_as_launched(n_devices, rank))

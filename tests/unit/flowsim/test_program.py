@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from r2ccl.algos import ring, tree
@@ -113,3 +114,11 @@ def test_an_error_names_the_schedules_own_channel() -> None:
     with pytest.raises(ScheduleError) as caught:
         compile_schedule(schedule_of((good, good, bad), ((recv(0),),) * 3, nchunks=(1, 1, 1)))
     assert (caught.value.rank, caught.value.channel, caught.value.op) == (0, 2, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_generator_that_returns_no_channels_is_refused(rank) -> None:
+    good = ring.allreduce(2)
+    bad = msgspec.structs.replace(good, generate=lambda r: None if r == rank else good.generate(r))
+    with pytest.raises(ScheduleError, match=rf"generate\({rank}\) did not return a tuple"):
+        compile_schedule(bad)

@@ -224,6 +224,11 @@ class TestMeeting:
         init_process_group(NRANKS, 1)
         assert started.saw == ({"port": 77}, "node0", "1", "3", None, None)
 
+    def test_an_empty_host_is_none(self, started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUPYX_DISTRIBUTED_HOST", "")
+        init_process_group(NRANKS, 1)
+        assert started.saw == ({"port": 13333}, "127.0.0.1", "1", "3", "3", None)
+
     def test_arguments_win_over_variables(
         self, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
