@@ -224,6 +224,7 @@ class Collectives:
                     turn.is_running = is_mine = True
                     if turn.is_repeating:
                         raise self._concurrent()
+                    self._require_open()
                     try:
                         # Only with the turn held: otherwise the memory in use could be freed.
                         result = repeats.last.get(make, _miss)(x, out, rest)
@@ -259,6 +260,7 @@ class Collectives:
                     turn.is_running = is_mine = True
                     if turn.is_repeating:
                         raise self._concurrent()
+                    self._require_open()
                     output, local = request.output, host.local
                     if local is not None:
                         call = None if request.conversion else local.run(request)
@@ -296,6 +298,14 @@ class Collectives:
             self._note_failure(exc)
             raise
         return request.result if convert is None else convert(request.result)
+
+    def _require_open(self) -> None:
+        """Raise the error of refused calls, if they are refused.
+
+        Within the turn, no close of another thread comes between this check and the call.
+        """
+        if self._refusal is not None:
+            raise self._refusal()
 
     def _compile_start(self) -> None:
         """Let compiled code start calls from now on, if there is a call that it can repeat."""
@@ -470,11 +480,12 @@ class Collectives:
                 "apply to: leave it out"
             )
 
-    def in_turn(self, fn: Callable[[], None]) -> None:
+    def in_turn(self, fn: Callable[[], None], *, is_last: bool = False) -> None:
         """Run `fn` after all asynchronous calls issued so far; return when it has run.
 
         Exceptions of `fn` are passed on. If `fn` ran in the worker, they end the communicator, and
-        so does Ctrl-C while this method waits for the worker.
+        so does Ctrl-C while this method waits for the worker. With `is_last`, run `fn` even if
+        calls are refused: the communicator is being closed.
 
         Raises
         ------
@@ -483,12 +494,18 @@ class Collectives:
             thread; or if the caller is a signal handler that interrupted a call of its thread, or
             a function of `user_op`.
         CommunicatorRevoked, TransportError
-            As `Worker.enqueue`; the communicator has ended.
+            If calls are refused; or as `Worker.enqueue`, and then the communicator has ended.
         """
         if self.is_below:
             raise self._concurrent()
         if self._worker.is_idle:
-            if not self._run(fn, 0.0):
+
+            def run() -> None:
+                if not is_last:
+                    self._require_open()
+                fn()
+
+            if not self._run(run, 0.0):
                 raise self._concurrent()
             return
         task = Task(fn)

@@ -449,6 +449,8 @@ class DataLoop:
         def run() -> bool:
             try:
                 self.settle_held()
+                if self._is_closed:
+                    return True
                 for poll in tuple(self.pollers):
                     poll()
                 until_s, timeout_s = self._clock() + _POLL_S, 0.0

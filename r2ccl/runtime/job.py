@@ -321,6 +321,9 @@ class Job:
             self.free(_LEAVE_S)
             return
         self.refuse(self.closed)
+        if self.is_blocking:  # begun since `close` has looked; later calls are refused
+            self._abort_for_close()
+            return
         try:
             self.drain()
             if self.engine.error is None:
@@ -341,6 +344,9 @@ class Job:
         If the asynchronous calls of the communicator do not end, the whole job ends.
         """
         participant.refuse(self.closed)
+        if participant.is_blocking:  # begun since `close` has looked; later calls are refused
+            self._abort_for_close()
+            return
         try:
             participant.drain()
             participant.require_same(is_last=False)
@@ -490,7 +496,13 @@ class Job:
 
     def _end_data(self, deadline_s: float) -> None:
         for participant in tuple(self._participants):
-            participant.free_memory(_LAST_CALL_S)
+            try:
+                participant.free_memory(_LAST_CALL_S)
+            except Exception:  # the memory of the others, and the data loop, must still be freed
+                _log.exception(
+                    "rank %d: the memory of a communicator was not freed: please report it",
+                    self.rank,
+                )
         if self._monitor is not None:
             self._monitor.close()
         self.engine.close()

@@ -340,7 +340,7 @@ class Participant:
 
     def leave(self) -> None:
         """Wait until every rank of the communicator has all its data; see `Engine.leave`."""
-        self.collectives.in_turn(self.engine.leave)
+        self.collectives.in_turn(self.engine.leave, is_last=True)
 
     def require_same(self, *, is_last: bool) -> None:
         """Check that the other ranks made the same calls in shared memory, as far as is known.

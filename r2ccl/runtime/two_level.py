@@ -124,6 +124,8 @@ class TwoLevelCalls:
         #: to have begun its first steps, or its first step between the nodes is done.
         self._caller = 0
         self._has_begun = False
+        #: Error of the second thread that has ended the communicator, if any.
+        self._second_error: BaseException | None = None
         engine.attach(self)
 
     # Calls
@@ -232,7 +234,8 @@ class TwoLevelCalls:
     def _on_error(self, error: BaseException) -> None:
         """End the communicator after an error in the second thread."""
         if self._engine.error is None:
-            self._engine.fail_local(self._reported(error))
+            self._second_error = self._reported(error)
+            self._engine.fail_local(self._second_error)
 
     def _reported(self, error: BaseException) -> BaseException:
         """Return the error to report for `error`; only a `CallsDiffer` is replaced."""
@@ -390,10 +393,10 @@ class _Run:
         for task in self._tasks:
             calls._worker.settle(task)
         ended = engine.error
-        for task in self._tasks:
+        for found in (calls._second_error, *(task.error for task in self._tasks)):
             # Prefer the error that ended the communicator to one that says that it has ended.
-            if task.error is not None and str(task.error) == str(ended):
-                return task.error
+            if found is not None and str(found) == str(ended):
+                return found
         return error
 
 

@@ -146,6 +146,16 @@ def test_a_call_is_refused_if_closed_as_it_begins(is_child: bool, is_async: bool
         assert after == ([2.0] if is_child else [])
 
 
+@pytest.mark.parametrize(
+    ("nbefore", "is_grouped"), [(0, False), (3, False), (0, True)], ids=["first", "later", "group"]
+)
+def test_a_call_is_refused_if_closed_before_its_turn(nbefore: int, is_grouped: bool) -> None:
+    run = functools.partial(programs.closed_before_the_turn, nbefore, is_grouped)
+    for rank, found in enumerate(launch(run, 2, timeout_s=TIMEOUT_S)):
+        error = f"CommunicatorRevoked: rank {rank}: the communicator was closed"
+        assert found == [error, 2.0]
+
+
 @pytest.mark.parametrize("kind", ["split", "dup", "create", "create_among"])
 def test_ctrl_c_while_making_one_ends_the_job(kind: str) -> None:
     run = functools.partial(programs.interrupted_making, kind)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -441,6 +442,47 @@ def closed_as_a_call_begins(is_child: bool, is_async: bool) -> list[Any]:
         if is_child:
             found.append(float(comm.allreduce(np.ones(2))[0]))
         return found
+
+
+class _ClosesFirst:
+    """Lock of a turn that closes `closed` in another thread before it is first acquired."""
+
+    def __init__(self, closed: Communicator) -> None:
+        calls = closed._collectives
+        self._lock: Any = calls._turn.lock
+        self._closed: Communicator | None = closed
+        calls._turn.lock = self
+        calls.start = calls._start  # compiled code looks for a close as it takes the turn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+    def acquire(self, *given: Any, **named: Any) -> bool:
+        if (closed := self._closed) is not None:
+            self._closed = None
+            closing = threading.Thread(target=closed.close)
+            closing.start()
+            closing.join()
+        return bool(self._lock.acquire(*given, **named))
+
+
+def closed_before_the_turn(nbefore: int, is_grouped: bool) -> list[Any]:
+    """Close a communicator after a call has found it open, and before the call has the turn.
+
+    Before, the communicator makes `nbefore` such calls. Return the error of the call, and the
+    result of the same call on a new communicator, which may have the same context id.
+    """
+    with r2ccl.init() as comm:
+        closed, x, found = comm.dup(), np.full(2, 100.0), [""]
+        for _ in range(nbefore):
+            closed.allreduce(x)
+        _ClosesFirst(closed)
+        try:
+            with closed.group() if is_grouped else nullcontext():
+                closed.allreduce(x)
+        except R2cclError as exc:
+            found = [f"{type(exc).__name__}: {exc}"]
+        return [*found, float(comm.dup().allreduce(np.ones(2))[0])]
 
 
 def interrupted_making(kind: str) -> str:

@@ -265,7 +265,7 @@ class LocalMessages:
                 if self._engine.error is not None:
                     caller.check()
                 loop.poll(caller)
-                if self._newcomers:
+                if self._newcomers or self._has_ended:
                     time.sleep(_GIVE_WAY_S)
                 if monotonic() >= deadline:
                     raise timed_out(patience)

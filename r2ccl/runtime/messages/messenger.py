@@ -397,11 +397,11 @@ class Messenger(MessageCaller):
 
     @property
     def _is_over(self) -> bool:
-        """True if calls are refused, and no peer uses the arrays of messages.
+        """True if calls are refused, and no peer uses the arrays of messages (see `let_go`).
 
         Also True if calls are refused while Python ends: nothing frees the memory then.
         """
-        is_free = self._has_let_go or sys.is_finalizing()
+        is_free = self._has_let_go or self._loop.is_closed or sys.is_finalizing()
         return self._refusal is not None and is_free
 
     @property
@@ -437,10 +437,13 @@ class Messenger(MessageCaller):
         shared memory after `timeout_s` seconds; then call again. Return True if messages do not use
         shared memory.
         """
-        if self._local is None or self._local.close(timeout_s):
-            self._local, self.way = None, self._network
+        if self._local is None:
             return True
-        return False
+        if not self._local.close(timeout_s):
+            return False
+        self.let_go()
+        self._local, self.way = None, self._network
+        return True
 
     def disown_memory(self) -> None:
         """Stop using the shared memory, in a forked process, whose parent still uses it."""

@@ -68,16 +68,19 @@ class NetworkMessages:
         """Call ``fn()`` as the owner of the data loop, send what it posted, and return its result.
 
         If `is_step`, run the data loop once before the call, and let blocking calls in other
-        threads own the loop after it. An exception of ``fn()`` ends the communicator.
+        threads own the loop after it. An exception of ``fn()`` ends the communicator. Once the
+        loop is closed, only call ``fn()``.
         """
-        progress = self._loop.progress
+        loop = self._loop
 
         def run() -> Any:
             self._caller.check()
+            if loop.is_closed:
+                return fn()
             if is_step:
-                progress.step()
+                loop.progress.step()
             found = fn()
-            progress.advance()
+            loop.progress.advance()
             return found
 
         found = self._call(self._caller, run)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from r2ccl.dtypes import CODES
-from r2ccl.errors import InvalidArgument
+from r2ccl.errors import InvalidArgument, R2cclError
 from r2ccl.planning.two_level import Division, NodePlace, Piece
+from r2ccl.runtime.patience import revoked
 from r2ccl.runtime.two_level import TwoLevelCalls
 from r2ccl.shm.group import CallsDiffer
 from r2ccl.types import CallSignature, Collective, ReduceOp
@@ -49,15 +50,16 @@ CHUNK = (Piece(0, 8, ((0, 4), (4, 8))),)
 @pytest.mark.parametrize(("nchunks", "differing"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (2, 4)])
 def test_calls_that_differ_are_named_by_their_number(nchunks: int, differing: int) -> None:
     engine: Any = SimpleNamespace(
-        rank=0, op=4, error=None, attach=lambda calls: None, enter=lambda: None
+        rank=0, op=4, error=None, has_raised=False, attach=lambda calls: None, enter=lambda: None
     )
 
     def fail(error: BaseException) -> None:
+        engine.has_raised |= isinstance(error, R2cclError)
         engine.error = engine.error or error
 
     def check() -> None:
         if engine.error is not None:
-            raise engine.error
+            raise revoked(0, engine.error) if engine.has_raised else engine.error
 
     def await_local(op: int, call: int, resume: Any, *given: Any, **named: Any) -> None:
         while not resume():
