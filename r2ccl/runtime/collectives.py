@@ -224,7 +224,8 @@ class Collectives:
                     turn.is_running = is_mine = True
                     if turn.is_repeating:
                         raise self._concurrent()
-                    self._require_open()
+                    if self._refusal is not None:  # a close came before the turn
+                        raise self._refusal()
                     try:
                         # Only with the turn held: otherwise the memory in use could be freed.
                         result = repeats.last.get(make, _miss)(x, out, rest)
@@ -260,7 +261,8 @@ class Collectives:
                     turn.is_running = is_mine = True
                     if turn.is_repeating:
                         raise self._concurrent()
-                    self._require_open()
+                    if self._refusal is not None:  # a close came before the turn
+                        raise self._refusal()
                     output, local = request.output, host.local
                     if local is not None:
                         call = None if request.conversion else local.run(request)
@@ -298,14 +300,6 @@ class Collectives:
             self._note_failure(exc)
             raise
         return request.result if convert is None else convert(request.result)
-
-    def _require_open(self) -> None:
-        """Raise the error of refused calls, if they are refused.
-
-        Within the turn, no close of another thread comes between this check and the call.
-        """
-        if self._refusal is not None:
-            raise self._refusal()
 
     def _compile_start(self) -> None:
         """Let compiled code start calls from now on, if there is a call that it can repeat."""
@@ -501,8 +495,8 @@ class Collectives:
         if self._worker.is_idle:
 
             def run() -> None:
-                if not is_last:
-                    self._require_open()
+                if self._refusal is not None and not is_last:  # a close came before the turn
+                    raise self._refusal()
                 fn()
 
             if not self._run(run, 0.0):
