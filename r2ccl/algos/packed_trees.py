@@ -295,12 +295,13 @@ def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
 
 
 def _deal(sums: Sequence[int], ntrees: int) -> list[list[int]]:
-    """Return each node's degree in each tree, one list per tree, with the total degrees `sums`.
+    """Return the degrees of the nodes in each tree.
 
-    Every node gets one edge in every tree. The further edges of a tree are assigned two at a time,
-    each pair to the node that lags most behind an even distribution of its total over the trees.
-    Single edges, which nodes with an odd number of further edges need, are spread over the trees,
-    because a tree with many of them would become a path.
+    Over all trees, the degrees of node v add up to ``sums[v]``. Every node gets one edge in every
+    tree. The further edges of a tree are assigned two at a time, each pair to the node that lags
+    most behind an even distribution of its total over the trees. Single edges, which nodes with an
+    odd number of further edges need, are spread over the trees, because a tree with many of them
+    would become a path.
     """
     n = len(sums)
     if n == 1:

@@ -247,7 +247,7 @@ def regroup(
         communicator must not be used any more.
     make : callable
         ``make(control, members)`` returns the successor, not connected. ``control`` is the new
-        control plane, which belongs to the successor and to `make` even if it raises. ``members``
+        control plane. The successor owns it; if `make` raises, `make` has closed it. ``members``
         are the ranks of the members in the old communicator.
     excluded : sequence of int, optional
         Rails of this rank that are excluded now and remain excluded in the successor.
