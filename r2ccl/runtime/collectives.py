@@ -657,7 +657,7 @@ class Collectives:
             timeout_s = self._engine.config.timeout_s
             return Work(task, request.result, timeout_s, convert=convert)
         except BaseException as exc:
-            self._engine.fail_call(exc)
+            self._note_failure(exc)
             self._worker.settle(task)
             raise
 

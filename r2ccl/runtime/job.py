@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -321,7 +322,7 @@ class Job:
             self.free(_LEAVE_S)
             return
         self.refuse(self.closed)
-        if self.is_blocking:  # begun since `close` has looked; later calls are refused
+        if _stays_blocking(self):
             self._abort_for_close()
             return
         try:
@@ -344,7 +345,7 @@ class Job:
         If the asynchronous calls of the communicator do not end, the whole job ends.
         """
         participant.refuse(self.closed)
-        if participant.is_blocking:  # begun since `close` has looked; later calls are refused
+        if _stays_blocking(participant):
             self._abort_for_close()
             return
         try:
@@ -508,6 +509,17 @@ class Job:
         self.engine.close()
 
 
+def _stays_blocking(calls: Job | Participant) -> bool:
+    """Return whether a blocking call runs that began before calls were refused.
+
+    A call that is being refused ends within `_REFUSED_S`.
+    """
+    give_up_s = monotonic() + _REFUSED_S
+    while calls.is_blocking and monotonic() < give_up_s:
+        time.sleep(_LOOK_S)
+    return calls.is_blocking
+
+
 def _excluded(rank: int, peers: Sequence[PeerInfo]) -> frozenset[tuple[int, int]]:
     """Return (rank, rail) of each NIC declared failed, or excluded before a shrink.
 
@@ -537,6 +549,8 @@ _LEAVE_S = 5.0
 _ABORT_S = 0.5
 #: Longest wait in seconds for running calls to end, so that shared memory can be freed.
 _LAST_CALL_S = 10.0
+#: Longest time in seconds in which a call is refused, and pause between two looks for it.
+_REFUSED_S, _LOOK_S = 0.05, 0.001
 #: Time in seconds that `Job.free` waits beyond its timeout; then the cleanup thread runs on.
 _BOUND_S = 0.4
 

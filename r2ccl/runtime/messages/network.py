@@ -113,7 +113,7 @@ class NetworkMessages:
 
         def run() -> Outcome:
             self._caller.check()
-            return calls.run(key, sent, received)
+            return NOT_RUN if self._loop.is_closed else calls.run(key, sent, received)
 
         outcome: Outcome = self._call(self._caller, run)
         return outcome
