@@ -102,8 +102,9 @@ def test_a_call_that_cannot_run_in_it_keeps_no_scratch_memory():
     assert launch(programs.refused, 2, timeout_s=60.0) == [(1, 0), (1, 0)]
 
 
-#: In both of these, a path fails while calls are repeated.
-CUTS = (3, 7)
+#: In both of these, the calls use the path that fails: the first has two ranks, and the second is
+#: an allgather, whose ring passes along each pair of three ranks.
+CUTS = (3, 22)
 
 
 @pytest.mark.parametrize("nforms", [1, 3])

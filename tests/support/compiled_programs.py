@@ -350,9 +350,9 @@ def cut_first_rail(comm: Communicator, pick: float) -> None:
     `pick`, from 0 to 1, chooses the connection.
     """
     time.sleep(0.005)
-    paths = comm._engine._loop._transport._by_path
-    used = [conn for path, conn in paths.items() if path.rail == 0]
-    reset(used[int(pick * len(used))].fd)
+    conns = comm._engine._loop._transport._by_path
+    first = sorted((path for path in conns if path.rail == 0), key=lambda path: path.peer)
+    reset(conns[first[int(pick * len(first))]].fd)
 
 
 def repeated_beside_a_cut(seed: int, ncalls: int, nforms: int) -> tuple[int, int, int]:
