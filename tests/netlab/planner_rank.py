@@ -1,8 +1,8 @@
 """Run one rank of a job that reports the planner's choice before and after rails change.
 
 Prints a JSON list as its last line: at each of `WHEN`, the schedule of a large allreduce, the load
-of its busiest port, its predicted and measured time, and the lowest share of any rail that this
-rank knows (`r2ccl.failover.health.table`).
+of its busiest port, its predicted and measured time, and the lowest share of any working rail
+(`r2ccl.failover.health.table`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
         x, out = np.ones(nbytes // 4, np.float32), np.empty(nbytes // 4, np.float32)
         for op in range(WHEN[-1] + 1):
             chosen = comm.explain(nbytes).chosen
-            lowest = min(comm.known_health().health.shares)
+            lowest = min(filter(None, comm.known_health().health.shares))
             begun_s = time.monotonic()
             comm.allreduce(x, out)
             took_s = time.monotonic() - begun_s

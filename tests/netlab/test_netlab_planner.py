@@ -62,7 +62,9 @@ def test_the_choice_follows_the_network(
         beta = before["load"] * NBYTES / before["predicted_s"]
         assert 0.7 < beta / (RATE_MBPS * 1e6 / 8) < 1.3
         assert after["schedule"] == lost
-        assert before["load"] < after["load"] < before["load"] * rails / (rails - 1)
+        assert after["load"] > before["load"]
+        if after["lowest_share"] == WHOLE:
+            assert after["load"] < before["load"] * rails / (rails - 1)
     said = [[(each["schedule"], each["predicted_s"]) for each in report] for report in reports]
     assert all(each == said[0] for each in said), "ranks do not plan alike"
 
