@@ -657,6 +657,8 @@ class Engine:
         """
         loop = self._loop
         assert loop.compiled is not None
+        if loop.compiled.has_ended(result):
+            return
         self.peers = program.layout.peers
         self.is_calling = is_calling = True
         try:

@@ -265,6 +265,17 @@ class CompiledCalls:
         held.add(program)
         return True
 
+    def has_ended(self, result: int) -> bool:
+        """Return whether a repetition whose loop has returned `result` has ended and is held.
+
+        If the loop has returned CONFIRMS_OTHERS, pass the confirmations on to the other held
+        programs, if these use all the links; otherwise return False. `result` must not be CHANGED.
+        """
+        if result == at.CONFIRMS_OTHERS:
+            assert self.held is not None
+            return self.held.confirm(_confirmations_for_others(self.held.program))
+        return result == at.FINISHED
+
     def settle(self) -> None:
         """Bring the links to the state after the held calls and their repetitions; end the hold.
 
@@ -289,8 +300,8 @@ class CompiledCalls:
     ) -> Sequence[LaneRun]:
         """Continue a repetition of a held call whose loop has returned `result`.
 
-        `result` is neither FINISHED nor CHANGED. This method ends the hold of all calls. The other
-        parameters, and the returned value, are those of `run`.
+        `result` is not CHANGED, and `has_ended` has returned False for it. This method ends the
+        hold of all calls. The other parameters, and the returned value, are those of `run`.
         """
         held = self.held
         assert held is not None
@@ -388,7 +399,7 @@ class CompiledCalls:
         post: Callable[[], None] | None = None,
     ) -> Sequence[LaneRun]:
         words = program.view
-        if result in (at.FINISHED, at.UNSETTLED):
+        if result in (at.FINISHED, at.UNSETTLED, at.CONFIRMS_OTHERS):
             if result == at.FINISHED and on_settled is not None and self._may_hold(program, calls):
                 self.nfinished += 1
                 self.held = HeldPrograms(program, conns, calls, on_settled, self._links.ncalls)
@@ -641,11 +652,8 @@ class CompiledCalls:
 
     def _confirm_foreign(self, program: CompiledProgram) -> None:
         """Pass on the confirmations received for links that the call did not use."""
-        if program.view[at.NFOREIGN]:
-            rows = program.log[: program.view[at.NLOGGED]].tolist()
-            for kind, conn, channel, _, ack, _, number, *_ in rows:
-                if kind == at.CONFIRMED_EVENT and number < 0:
-                    self._progress.confirmed(program.paths[conn].peer, channel, ack)
+        for (peer, channel), ack in _confirmations_for_others(program):
+            self._progress.confirmed(peer, channel, ack)
 
     def _totals_after(self, counts: Mapping[CompiledProgram, int], nfinished: int) -> Totals:
         """Return the totals after `counts` more calls of each program.
@@ -755,5 +763,21 @@ def preload() -> None:
 
 
 _ENDED = _Ended()
+
+
+def _confirmations_for_others(program: CompiledProgram) -> list[tuple[tuple[int, int], int]]:
+    """Return the confirmations that the call received for links that it does not use.
+
+    Each is the peer and channel of the link, and a number; slices with lower numbers are confirmed.
+    """
+    if not program.view[at.NFOREIGN]:
+        return []
+    rows = program.log[: program.view[at.NLOGGED]].tolist()
+    return [
+        ((program.paths[conn].peer, channel), ack)
+        for kind, conn, channel, _, ack, _, number, *_ in rows
+        if kind == at.CONFIRMED_EVENT and number < 0
+    ]
+
 
 __all__ = ["CompiledCalls", "announce_compilation", "preload"]

@@ -225,6 +225,22 @@ class HeldPrograms:
         current.take_over(program)
         self.program, self.current = program, current
 
+    def confirm(self, confirmations: Sequence[tuple[tuple[int, int], int]]) -> bool:
+        """Note confirmations for links that only other programs than the current one use.
+
+        Each is the peer and channel of a link, and a number; slices with lower numbers are
+        confirmed. Return False, and note nothing, if no program uses one of the links, or if one of
+        the numbers is too large.
+        """
+        rows = [(self._links.get(key), ack) for key, ack in confirmations]
+        for row, ack in rows:
+            if row is None or ack > self._table[row + _FIRST_SENT]:
+                return False
+        for row, ack in rows:
+            assert row is not None
+            self._table[row + _CONFIRMED] = max(ack, self._table[row + _CONFIRMED])
+        return True
+
     def op_of(self, calls: Calls[Consumer]) -> int:
         """Return the number of the last call of a communicator; any thread may call this method."""
         held = self.all_calls.get(calls)
@@ -319,6 +335,7 @@ def _entries(
 
 #: Shared words of a link, and of a connection.
 _LINK_WORDS = (at.FIRST_SENT, at.CONFIRMED, at.FIRST_RECEIVED, at.CONSUMED, at.ACKED)
+_FIRST_SENT, _CONFIRMED = 0, 1
 _CONN_WORDS = (at.PARSED, at.FILLED)
 _NCONN = len(_CONN_WORDS)
 _HAND_OVER = "r2ccl.runtime.compiled.hand_over:make_hand_over"

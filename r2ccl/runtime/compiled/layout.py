@@ -65,8 +65,10 @@ from __future__ import annotations
     #: CPU assigned to this rank and to no other rank of the host (-1: none), and address of memory
     #: for two sets of CPUs. Number of passes of the loop that only yielded the processor.
     HOME, CPU_SETS, NIDLE,
-) = range(49)  # fmt: skip
-STATE_NWORDS = 49
+    #: 1 if a frame of another communicator, or a message, waits until the call has ended.
+    IS_DELAYING,
+) = range(50)  # fmt: skip
+STATE_NWORDS = 50
 
 # Connection.
 
@@ -184,15 +186,17 @@ FINISHED = 0
 #: The caller has to handle signals and other events, and may then continue the call.
 PAUSED = 1
 #: The call goes on in Python: an event occurred that compiled code does not handle, nothing
-#: happened for `SLEEP_NS`, the log is full, `LIMIT` is reached or negative, or all steps are done
-#: but a socket is full.
+#: happened for `SLEEP_NS`, or for 1 ms with `IS_DELAYING`, the log is full, `LIMIT` is reached or
+#: negative, or all steps are done but a socket is full.
 LEFT = 2
 #: A connection failed.
 FAILED = 3
-#: The call is complete, but it has left work to the data loop: frames or confirmations to be sent,
-#: or confirmations received for links that the call does not use. A repeated call may also return
-#: `r2ccl.shm.layout.CHANGED`, 4.
+#: The call is complete, but it has left frames or confirmations to be sent to the data loop. A
+#: repeated call may also return `r2ccl.shm.layout.CHANGED`, 4.
 UNSETTLED = 5
+#: The call is complete; it has only left to the caller the confirmations that it received for links
+#: that it does not use.
+CONFIRMS_OTHERS = 7
 
 # Words of a repeated exchange of messages, see `r2ccl.runtime.compiled.repeated_message`.
 

@@ -8,6 +8,7 @@ from typing import Any
 from r2ccl.kernels.compiling import inlined
 from r2ccl.runtime.compiled.layout import (
     BUSY_NS,
+    CONFIRMS_OTHERS,
     CPU_SETS,
     EAGER_ADDED,
     EAGER_TAKEN,
@@ -22,6 +23,7 @@ from r2ccl.runtime.compiled.layout import (
     HEADER_NBYTES,
     HOME,
     IDLE_SINCE,
+    IS_DELAYING,
     IS_FULL,
     IS_LOOPBACK,
     IS_READABLE,
@@ -76,6 +78,9 @@ _POLLIN, _POLLOUT = 1, 4
 _SECOND_NS = 1_000_000_000
 #: SO_INCOMING_CPU: the CPU that handled the last packet; on loopback, that of its sender.
 _INCOMING_CPU = 49
+#: Idle time after which a call that delays other calls leaves compiled code, because its peers may
+#: be waiting for these calls.
+_DELAY_NS = 1_000_000
 #: Number of idle passes between two checks of the CPUs of the peers.
 _LOOK_EVERY = 16
 
@@ -130,8 +135,6 @@ def has_unsent(state: Any) -> Any:
 @inlined
 def has_rest(state: Any) -> Any:
     """Return whether a complete call has left work to the data loop, see UNSETTLED."""
-    if state[NFOREIGN]:
-        return True
     for number in range(state[NCONNS]):
         conn = conn_of(state, number)
         if conn[NOW_DONE] < conn[NOW_NBYTES] or conn[NEXT_NBYTES]:
@@ -242,7 +245,7 @@ def make_loop() -> Callable[[int], int]:
     -------
     callable
         ``loop(address)`` runs the call whose state is at `address`, without the GIL, and returns
-        FINISHED, UNSETTLED, PAUSED, LEFT or FAILED, see `layout`.
+        FINISHED, UNSETTLED, CONFIRMS_OTHERS, PAUSED, LEFT or FAILED, see `layout`.
     """
 
     def loop(address: Any) -> Any:
@@ -260,7 +263,9 @@ def make_loop() -> Callable[[int], int]:
             if state[REMAINING] == 0:
                 if has_unsent(state):
                     return LEFT
-                return UNSETTLED if has_rest(state) else FINISHED
+                if has_rest(state):
+                    return UNSETTLED
+                return CONFIRMS_OTHERS if state[NFOREIGN] else FINISHED
             if state[PASS_NS] - state[ENTERED] > state[BUSY_NS]:
                 return PAUSED
             if state[NLOGGED] >= state[LIMIT] or state[NLOGGED] > state[MOST_LOGGED]:
@@ -275,7 +280,9 @@ def make_loop() -> Callable[[int], int]:
                 continue
             if state[IDLE_SINCE] == 0:
                 state[IDLE_SINCE] = now
-            idle = now - state[IDLE_SINCE]
+            idle, most = now - state[IDLE_SINCE], state[SLEEP_NS]
+            if state[IS_DELAYING]:
+                most = min(most, _DELAY_NS)
             if idle < state[SPIN_NS]:
                 result = poll(state, 0)
                 if result == 0:
@@ -283,8 +290,8 @@ def make_loop() -> Callable[[int], int]:
                     if state[NIDLE] % _LOOK_EVERY == 0:
                         leave_cpu_of_peer(state)
                     sched_yield()
-            elif idle < state[SLEEP_NS]:
-                result = poll(state, state[SLEEP_NS] - idle)
+            elif idle < most:
+                result = poll(state, most - idle)
             else:
                 return LEFT
             if result < 0:

@@ -39,6 +39,7 @@ from r2ccl.runtime.compiled.layout import (
     FIRST_SENT,
     HEADER_NBYTES,
     IDLE_SINCE,
+    IS_DELAYING,
     IS_EAGER,
     IS_READABLE,
     IS_RESILIENT,
@@ -113,14 +114,13 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
     Return EVENT if the frame was handled and an event was logged. Return TAKEN for a fragment of a
     slice that is not complete yet; only the fragment's confirmation may have been logged. Return
     MORE if bytes are missing, and FOREIGN if Python must handle the frame. If the frame belongs to
-    a later call or message, set IS_STALLED, leave the frame in the buffer and return MORE; but for
-    a later message, return FOREIGN if frames for which the call waits may follow.
+    a later call or message, or to another communicator, set IS_STALLED, leave the frame in the
+    buffer and return MORE; but return FOREIGN if it belongs to a later message or to another
+    communicator, and frames for which the call waits may follow.
     """
     at = conn[BUFFER] + conn[PARSED]
     kind, channel, nbytes, seq = load64(at), load64(at + 8), load64(at + 16), load64(at + 24)
     ack, op, signature = load64(at + 32), load64(at + 40), load64(at + 48)
-    if channel >> 16 != state[CONTEXT]:
-        return FOREIGN
     found = -1
     for each in range(state[NPAIRS]):
         other = pair_of(state, each)
@@ -128,7 +128,7 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
             found = each
             break
     if kind == CONFIRM_FRAME:
-        # A confirmation may come on any connection of the peer.
+        # A confirmation may come on any connection of the peer, also for links of earlier calls.
         if found >= 0:
             pair = pair_of(state, found)
             if ack > pair[FIRST_SENT] + pair[POSTED]:
@@ -139,6 +139,11 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
         log_event(state, CONFIRMED_EVENT, number, channel, 0, ack, 0, found)
         conn[PARSED] += HEADER_NBYTES
         return EVENT
+    if channel >> 16 != state[CONTEXT]:
+        if is_awaited(state, number):
+            return FOREIGN  # a frame for which the call waits may follow
+        conn[IS_STALLED] = state[IS_DELAYING] = 1
+        return MORE
     if op > state[OP]:
         conn[IS_STALLED] = 1
         return MORE

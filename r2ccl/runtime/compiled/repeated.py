@@ -29,11 +29,13 @@ from r2ccl.runtime.compiled.layout import (
     FIRST_SENT,
     FIRST_SLOT,
     IDLE_SINCE,
+    IS_DELAYING,
     IS_READABLE,
     IS_RESILIENT,
     IS_STALLED,
     LOOP,
     NCONNS,
+    NFOREIGN,
     NLOGGED,
     NPAIRS,
     NRECEIVES,
@@ -95,7 +97,7 @@ def renew(state: Any) -> None:
     state[REMAINING] = state[TOTAL]
     state[ARENA] = state[FIRST_SLOT] + state[NREPEATS] % state[NSLOTS] * state[SLOT_NBYTES]
     state[NLOGGED] = 0
-    state[IDLE_SINCE] = 0
+    state[IDLE_SINCE] = state[IS_DELAYING] = state[NFOREIGN] = 0
     for number in range(state[NSTEPS]):
         step = step_of(state, number)
         step[DONE] = step[PASSED] = 0

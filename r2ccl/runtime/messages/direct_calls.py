@@ -26,7 +26,6 @@ from r2ccl.kernels.arrays import DATA, data_of
 from r2ccl.runtime.compiled.call import CompiledCalls
 from r2ccl.runtime.compiled.layout import (
     ARRAYS_FORM,
-    FINISHED,
     IS_ANSWERED,
     MESSAGE_NWORDS,
     UNEXPECTED,
@@ -286,9 +285,11 @@ class DirectCalls:
         def proceed(x: Any, out: Any, result: int) -> None:
             nonlocal outcome
             ends = _end_of(sent, x), _end_of(received, out)
+            self._on_settled(0)
             if result == UNEXPECTED:
-                self._on_settled(0)
                 outcome = self._end(key, call, None, ends[1], [])
+            elif self._compiled.has_ended(result):
+                outcome = self._end(key, call, *ends, [])
             else:
                 outcome = self._continue(key, call, *ends, result)
             self._loop.send_rest()
@@ -353,7 +354,7 @@ class DirectCalls:
         result = self._compiled.repeat(call.program.address, *at, self._words_at, 0)
         if result == CHANGED:
             return NotImplemented
-        if result != FINISHED:
+        if not self._compiled.has_ended(result):
             return self._continue(key, call, sent, received, result)
         outcome = self._end(key, call, sent, received, [])
         is_held = self._compiled.held is not None
