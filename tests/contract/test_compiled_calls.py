@@ -71,6 +71,19 @@ def test_calls_in_turn_are_repeated(nranks: int) -> None:
     assert sum(nswitched for _, _, nswitched in found) > 0
 
 
+@pytest.mark.parametrize("nranks", [3, 4])
+def test_a_peer_may_need_a_message_before_the_call(nranks: int) -> None:
+    found = launch(functools.partial(programs.needed_first, 30), nranks, timeout_s=60.0)
+    assert [nwrong for nwrong, _ in found] == [0] * nranks
+    assert sum(nrepeated for _, nrepeated in found) > 0
+
+
+@pytest.mark.parametrize("nranks", slow_but([3], [2, 3, 4]))
+def test_calls_of_two_threads_cross(nranks: int) -> None:
+    found = launch(functools.partial(programs.crossed, 200), nranks, timeout_s=60.0)
+    assert found == [0] * nranks
+
+
 def test_a_plan_in_use_is_not_made_again(monkeypatch):
     made, given = [], SimpleNamespace(wakeup_number=0)
 

@@ -8,6 +8,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -317,6 +318,44 @@ def switches() -> tuple[int, int, int]:
         ]  # fmt: skip
         nwrong = sum(not one_call(*calls[number % len(calls)], 0) for number in range(180))
         return nwrong, len(repeats), len(changes)
+
+
+def needed_first(nrounds: int) -> tuple[int, int]:
+    """Repeat barriers that rank 1 joins after it has sent a message that rank 0 awaits meanwhile.
+
+    Return the number of wrong messages, and of repetitions.
+    """
+    with r2ccl.init(shm="0", compiled="1") as comm, counted_repeats(comm) as repeats:
+        x, out, nwrong = np.arange(50_000.0), np.zeros(50_000), 0
+        for number in range(nrounds):
+            if comm.rank == 0:
+                request = comm.recv(out, 1, async_op=True)
+                comm.barrier()
+                request.wait()
+                nwrong += not np.array_equal(out, x + number)
+            else:
+                if comm.rank == 1:
+                    comm.send(x + number, 0)
+                comm.barrier()
+            for _ in range(4):
+                comm.barrier()
+        return nwrong, len(repeats)
+
+
+def crossed(nrounds: int) -> int:
+    """Reduce with two communicators, each in a thread of its own; return the wrong results."""
+    with _two_communicators() as (comm, other, _), ThreadPoolExecutor(1) as pool:
+        n = comm.nranks
+
+        def reduce(each: Communicator, factor: int) -> int:
+            nwrong, out = 0, np.zeros(64)
+            for number in range(nrounds):
+                each.allreduce(np.full(64, 1.0 * factor * number), out)
+                nwrong += not np.array_equal(out, np.full(64, n * factor * number))
+            return nwrong
+
+        found = pool.submit(reduce, other, 3)
+        return reduce(comm, 2) + found.result()
 
 
 def wrong_fragment(nbytes: int) -> tuple[bool, list[str]]:

@@ -79,7 +79,8 @@ STATE_NWORDS = 50
     #: Fragment of a slice that is being read into a landing place: address and size of the missing
     #: part, and pair and ordinal of the slice.
     TARGET, TARGET_LEFT, TARGET_PAIR, TARGET_ORDINAL,
-    #: 1 if the next frame belongs to a later call or message; then nothing more is read.
+    #: 1 if the next frame belongs to a later call or message, or to another communicator; then
+    #: nothing more is read.
     IS_STALLED,
     #: Number of landing places that were announced and whose slices are not complete.
     NPLACES,
