@@ -193,8 +193,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 raise _bad(name, raw, f"one of {', '.join(values)}{numbers}")
             msgspec.structs.force_setattr(self, name, given)
         positive = (
-            "slice_nbytes", "landing_depth", "eager_slots", "registration_limit_nbytes",
-            "staging_nbytes",
+            "landing_depth", "eager_slots", "registration_limit_nbytes", "staging_nbytes",
         )  # fmt: skip
         for name in positive:
             if getattr(self, name) <= 0:
@@ -216,8 +215,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             if not least <= getattr(self, name) <= most:
                 raise _bad(name, getattr(self, name), f"{least} to {most}")
         for name in self.__struct_fields__:
-            if name.endswith("timeout_s") and not 0 < getattr(self, name) < 1e9:
-                raise _bad(name, getattr(self, name), "seconds, above 0 and below 1e9")
+            value = getattr(self, name)
+            if type(value) is int and value > _MOST:
+                raise _bad(name, value, f"at most {_MOST}")
+            if name.endswith("timeout_s") and not 0 < value < 1e9:
+                raise _bad(name, value, "seconds, above 0 and below 1e9")
 
     def __repr__(self) -> str:
         """Return all settings with their values, with the secret masked."""
@@ -398,17 +400,21 @@ ALGOS: tuple[Algo, ...] = get_args(Algo)
 
 #: Smallest and largest value of a field. The first three are attributes of a queue pair of 8, 5
 #: and 3 bits (ibv_modify_qp(3)). r2ccl also allows the ``gid_index`` -1, and does not allow the
-#: ``ib_timeout`` 0, which waits forever.
+#: ``ib_timeout`` 0, which waits forever. Several slices must fit into the memory of each rank.
 RANGES: dict[str, tuple[float, float]] = {
     "gid_index": (-1, 255),
     "ib_timeout": (1, 31),
     "ib_retry_cnt": (0, 7),
+    "slice_nbytes": (1, 1 << 30),
     "failback_probes": (1, 1000),
     "failback_interval_s": (1e-3, 3600.0),
     "failback_cap_s": (1e-3, 3600.0),
     "quarantine_cap_s": (0.0, 1e6),
     "spin_s": (0.0, 1e6),
 }
+
+#: Largest value of a field that is an integer: 1 TiB, if the field is a number of bytes.
+_MOST = 1 << 40
 
 #: Values of ``debug``, which are NCCL's, and the Python logging level that each sets.
 DEBUG_LEVELS = {"": 0, "VERSION": 30, "WARN": 30, "INFO": 20, "ABORT": 20, "TRACE": 10}

@@ -146,7 +146,7 @@ def test_a_mode_that_does_not_exist_is_refused() -> None:
     [
         ("rails", "2"), ("rails", 2.0), ("rails", True), ("timeout_s", None), ("timeout_s", "3"),
         ("timeout_s", 10**400), ("mode", ["auto"]), ("debug", 1), ("spin_s", -1),
-        ("spin_s", float("nan")),
+        ("spin_s", float("nan")), ("slice_nbytes", 2 << 30), ("eager_slots", 1 << 63),
     ],
 )  # fmt: skip
 def test_a_keyword_of_another_type_or_range_is_refused(name: str, given: Any) -> None:
