@@ -601,8 +601,9 @@ class DataLoop:
         If the last held call belongs to another program, first call ``switch(compiled)``, which
         lets `program` run again or returns False, and must not wait. Return NotImplemented, without
         repeating the call, if no call is held, a thread owns the loop, the loop has other work, or
-        ``switch`` returns False. Also return NotImplemented if timers are due, after running them.
-        If this method raises, the communicators have ended.
+        ``switch`` returns False. Also return NotImplemented after running timers that are due, or
+        handling frames of other calls that the held calls delay. If this method raises, the
+        communicators have ended.
         """
         owner, compiled = self.owner, self.compiled
         assert compiled is not None
@@ -620,6 +621,12 @@ class DataLoop:
                 if self.is_tick_due:
                     self._tick_between_repetitions(compiled)
                     return NotImplemented
+                if held.delayed:
+                    if held.delays(program):
+                        compiled.settle()
+                        self.progress.step()
+                        return NotImplemented
+                    held.delayed = ()
                 if held.program is not program and not switch(compiled):
                     return NotImplemented
                 return repeat(x, out, rest)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from r2ccl.bootstrap.logs import progress
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health
-from r2ccl.failover.migration.calls import Calls
+from r2ccl.failover.migration.calls import CONTEXT_SHIFT, Calls
 from r2ccl.failover.migration.link import SendLink, Slice, SliceState
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.migration.path import Path
@@ -43,6 +43,7 @@ from r2ccl.runtime.progress import Progress
 from r2ccl.transport.aligned import aligned_memory
 from r2ccl.transport.tcp.connection import Connection
 from r2ccl.transport.tcp.transport import TcpTransport
+from r2ccl.types import PathKey
 
 _log = logging.getLogger(__name__)
 
@@ -268,13 +269,18 @@ class CompiledCalls:
     def has_ended(self, result: int) -> bool:
         """Return whether a repetition whose loop has returned `result` has ended and is held.
 
-        If the loop has returned CONFIRMS_OTHERS, pass the confirmations on to the other held
-        programs, if these use all the links; otherwise return False. `result` must not be CHANGED.
+        If the loop has returned HAS_OTHERS, pass the confirmations on to the other held programs,
+        and set `HeldPrograms.delayed`; return False if none of these programs uses one of the
+        links. `result` must not be CHANGED.
         """
-        if result == at.CONFIRMS_OTHERS:
-            assert self.held is not None
-            return self.held.confirm(_confirmations_for_others(self.held.program))
-        return result == at.FINISHED
+        if result != at.HAS_OTHERS:
+            return result == at.FINISHED
+        held = self.held
+        assert held is not None
+        if not held.confirm(_confirmations_for_others(held.program)):
+            return False
+        held.delayed = _delayed_by(held.program)
+        return True
 
     def settle(self) -> None:
         """Bring the links to the state after the held calls and their repetitions; end the hold.
@@ -374,11 +380,12 @@ class CompiledCalls:
     def is_interrupted(self) -> bool:
         """Return whether the transport must be polled for more than the running or held calls.
 
-        This is so if another socket is ready, or if a probe is in flight or its result not polled
-        yet. A `wake` of the transport before this call does not end a later `poll`.
+        This is so if another socket is ready, if the held calls delay frames of other calls
+        (`HeldPrograms.delayed`), or if a probe is in flight or its result not polled yet. A `wake` of the transport before this call does not end a later `poll`.
         """
-        conns = self._conns if self.held is None else self.held.conns.values()
-        return self._transport.has_other_events(conns)
+        if self.held is None:
+            return self._transport.has_other_events(self._conns)
+        return bool(self.held.delayed) or self._transport.has_other_events(self.held.conns.values())
 
     def has_other_events(self, plan: Plan) -> bool:
         """Return whether the transport must be polled for more than the next call, of `plan`.
@@ -399,10 +406,12 @@ class CompiledCalls:
         post: Callable[[], None] | None = None,
     ) -> Sequence[LaneRun]:
         words = program.view
-        if result in (at.FINISHED, at.UNSETTLED, at.CONFIRMS_OTHERS):
-            if result == at.FINISHED and on_settled is not None and self._may_hold(program, calls):
+        if result in (at.FINISHED, at.UNSETTLED, at.HAS_OTHERS):
+            is_over = result != at.UNSETTLED and not words[at.NFOREIGN]
+            if is_over and on_settled is not None and self._may_hold(program, calls):
                 self.nfinished += 1
                 self.held = HeldPrograms(program, conns, calls, on_settled, self._links.ncalls)
+                self.held.delayed = _delayed_by(program)
                 return ()
             self._update_links(program, calls)
             self._keep((program,))
@@ -411,6 +420,8 @@ class CompiledCalls:
             if words[at.IS_MEASURED]:
                 self._measure(program)
             self._return_conns(program, conns)
+            if words[at.IS_DELAYING]:
+                self._progress.step()
             return ()
         self.nleft += 1
         replay = Replay(program, conns, self._links, self._progress)
@@ -428,6 +439,8 @@ class CompiledCalls:
         for number, conn in enumerate(conns):
             error = words[at.ERRNO] if number == failed else None
             self._transport.take_back(conn, error)
+        # Not part of the replay, because slices of other calls may be posted in consequence.
+        self._confirm_foreign(program)
         return runs
 
     def _return_conns(self, program: CompiledProgram, conns: Sequence[Connection]) -> None:
@@ -778,6 +791,18 @@ def _confirmations_for_others(program: CompiledProgram) -> list[tuple[tuple[int,
         for kind, conn, channel, _, ack, _, number, *_ in rows
         if kind == at.CONFIRMED_EVENT and number < 0
     ]
+
+
+def _delayed_by(program: CompiledProgram) -> list[tuple[PathKey, int]]:
+    """Return the path and context of each frame of another communicator that waits in a buffer."""
+    words, found = program.view, []
+    if words[at.IS_DELAYING]:
+        for number, path in enumerate(program.paths):
+            start = program.conns_at + at.CONN_NWORDS * number
+            if words[start + at.IS_STALLED] == at.OTHER:
+                frame = words[start + at.BUFFER] + words[start + at.PARSED]
+                found.append((path, word_at(frame + 8).value >> CONTEXT_SHIFT))
+    return found
 
 
 __all__ = ["CompiledCalls", "announce_compilation", "preload"]

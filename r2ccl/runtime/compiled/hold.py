@@ -135,6 +135,8 @@ class HeldPrograms:
         Held calls of this program's communicator.
     conns : dict of PathKey to Connection
         All connections that are lent.
+    delayed : sequence of (PathKey, int)
+        Path and context of each frame of another communicator that the last call left in a buffer.
     all_calls : dict of Calls to HeldCalls
         Held calls of all communicators.
     totals : Totals or None
@@ -143,7 +145,7 @@ class HeldPrograms:
 
     __slots__ = (
         "_arena", "_compiled", "_links", "_members", "_paths", "_table",
-        "_used_nbytes", "all_calls", "conns", "current", "ncalls", "program", "totals",
+        "_used_nbytes", "all_calls", "conns", "current", "delayed", "ncalls", "program", "totals",
     )  # fmt: skip
 
     def __init__(
@@ -159,6 +161,7 @@ class HeldPrograms:
         self.current = HeldCalls(calls, on_settled, program)
         self.all_calls = {calls: self.current}
         self.ncalls = ncalls
+        self.delayed: Sequence[tuple[PathKey, int]] = ()
         self.totals: Totals | None = None
         #: Memory for the calls of all programs, and the size of the part in use.
         self._arena = program.arena
@@ -224,6 +227,11 @@ class HeldPrograms:
             current = self.all_calls[calls] = HeldCalls(calls, on_settled, program)
         current.take_over(program)
         self.program, self.current = program, current
+
+    def delays(self, program: CompiledProgram) -> bool:
+        """Return whether a call of `program` would go on delaying one of the frames `delayed`."""
+        context = program.view[at.CONTEXT]
+        return any(path not in program.paths or other != context for path, other in self.delayed)
 
     def confirm(self, confirmations: Sequence[tuple[tuple[int, int], int]]) -> bool:
         """Note confirmations for links that only other programs than the current one use.

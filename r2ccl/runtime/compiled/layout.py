@@ -79,8 +79,8 @@ STATE_NWORDS = 50
     #: Fragment of a slice that is being read into a landing place: address and size of the missing
     #: part, and pair and ordinal of the slice.
     TARGET, TARGET_LEFT, TARGET_PAIR, TARGET_ORDINAL,
-    #: 1 if the next frame belongs to a later call or message, or to another communicator; then
-    #: nothing more is read.
+    #: 1 if the next frame belongs to a later call or message, and `OTHER` if it belongs to another
+    #: communicator; then nothing more is read.
     IS_STALLED,
     #: Number of landing places that were announced and whose slices are not complete.
     NPLACES,
@@ -106,6 +106,8 @@ STATE_NWORDS = 50
     IS_LOOPBACK,
 ) = range(34)  # fmt: skip
 CONN_NWORDS = 40
+#: Value of `IS_STALLED` if the next frame belongs to another communicator.
+OTHER = 2
 
 # Pair.
 
@@ -195,9 +197,9 @@ FAILED = 3
 #: The call is complete, but it has left frames or confirmations to be sent to the data loop. A
 #: repeated call may also return `r2ccl.shm.layout.CHANGED`, 4.
 UNSETTLED = 5
-#: The call is complete; it has only left to the caller the confirmations that it received for links
-#: that it does not use.
-CONFIRMS_OTHERS = 7
+#: The call is complete, but it has received confirmations for links that it does not use
+#: (`NFOREIGN`), or a frame of another communicator waits in a buffer (`IS_DELAYING`).
+HAS_OTHERS = 7
 
 # Words of a repeated exchange of messages, see `r2ccl.runtime.compiled.repeated_message`.
 

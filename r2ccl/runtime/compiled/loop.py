@@ -8,7 +8,6 @@ from typing import Any
 from r2ccl.kernels.compiling import inlined
 from r2ccl.runtime.compiled.layout import (
     BUSY_NS,
-    CONFIRMS_OTHERS,
     CPU_SETS,
     EAGER_ADDED,
     EAGER_TAKEN,
@@ -20,6 +19,7 @@ from r2ccl.runtime.compiled.layout import (
     FILLED,
     FINISHED,
     FRAGMENT_NBYTES,
+    HAS_OTHERS,
     HEADER_NBYTES,
     HOME,
     IDLE_SINCE,
@@ -245,7 +245,7 @@ def make_loop() -> Callable[[int], int]:
     -------
     callable
         ``loop(address)`` runs the call whose state is at `address`, without the GIL, and returns
-        FINISHED, UNSETTLED, CONFIRMS_OTHERS, PAUSED, LEFT or FAILED, see `layout`.
+        FINISHED, UNSETTLED, HAS_OTHERS, PAUSED, LEFT or FAILED, see `layout`.
     """
 
     def loop(address: Any) -> Any:
@@ -265,7 +265,7 @@ def make_loop() -> Callable[[int], int]:
                     return LEFT
                 if has_rest(state):
                     return UNSETTLED
-                return CONFIRMS_OTHERS if state[NFOREIGN] else FINISHED
+                return HAS_OTHERS if state[NFOREIGN] or state[IS_DELAYING] else FINISHED
             if state[PASS_NS] - state[ENTERED] > state[BUSY_NS]:
                 return PAUSED
             if state[NLOGGED] >= state[LIMIT] or state[NLOGGED] > state[MOST_LOGGED]:

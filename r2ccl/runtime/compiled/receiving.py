@@ -51,6 +51,7 @@ from r2ccl.runtime.compiled.layout import (
     NSENDS,
     OP,
     OPERANDS,
+    OTHER,
     PAIR_PEER,
     PARSED,
     PEEK_NBYTES,
@@ -142,7 +143,7 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
     if channel >> 16 != state[CONTEXT]:
         if is_awaited(state, number):
             return FOREIGN  # a frame for which the call waits may follow
-        conn[IS_STALLED] = state[IS_DELAYING] = 1
+        conn[IS_STALLED], state[IS_DELAYING] = OTHER, 1
         return MORE
     if op > state[OP]:
         conn[IS_STALLED] = 1

@@ -167,7 +167,7 @@ class Replay:
         rows = program.log[: int(program.words[at.NLOGGED])].tolist()
         for kind, conn, channel, seq, ack, nbytes, number, *_ in rows:
             path = program.paths[conn]
-            if kind >= at.POSTED_EVENT:
+            if kind >= at.POSTED_EVENT or (kind == at.CONFIRMED_EVENT and number < 0):
                 continue
             if kind == at.CONFIRMED_EVENT:
                 yield Confirmed(path, channel, ack)

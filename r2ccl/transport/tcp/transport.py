@@ -291,16 +291,17 @@ class TcpTransport(PreconnectedTransport):
     def has_other_events(self, lent: Collection[Connection]) -> bool:
         """Return True if `poll` must be called for a reason other than the connections `lent`.
 
-        The reasons are a ready socket that is not lent, and a probe that is in flight or not yet
-        reported. The borrower must give back all connections before it calls `poll`. A `wake`
-        before this call does not make a later `poll` return.
+        The reasons are a connection that is not lent and has a ready socket or frames that are not
+        parsed, and a probe that is in flight or not yet reported. The borrower must give back all
+        connections before it calls `poll`. A `wake` before this call does not make a later `poll`
+        return.
         """
         fds = [conn.fd for conn in lent]
         ready = [fd for fd, _ in self._epoll.poll(0)]
         if self._wakeup.number in ready:
             self._wakeup.clear()
         is_other = any(fd not in fds and fd != self._wakeup.number for fd in ready)
-        return is_other or self._prober.is_busy
+        return is_other or self._prober.is_busy or not self._unparsed.issubset(lent)
 
     def _parse_rest(self) -> None:
         """Parse the frames in the connections' buffers that a borrower read but did not parse."""

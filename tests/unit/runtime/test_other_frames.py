@@ -98,7 +98,7 @@ def test_a_confirmation_is_logged(call: Call) -> None:
     assert event.tolist() == [at.CONFIRMED_EVENT, OTHER_CHANNEL, 5, -1]
     assert call.conn[at.PARSED] == at.HEADER_NBYTES
     call.state[at.REMAINING] = 0
-    assert call.run() == at.CONFIRMS_OTHERS
+    assert call.run() == at.HAS_OTHERS
 
 
 def test_frames_of_the_call_are_no_frames_of_others(call: Call) -> None:
