@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +77,17 @@ def test_a_peer_may_need_a_message_before_the_call(nranks: int) -> None:
     found = launch(functools.partial(programs.needed_first, 30), nranks, timeout_s=60.0)
     assert [nwrong for nwrong, _ in found] == [0] * nranks
     assert sum(nrepeated for _, nrepeated in found) > 0
+
+
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_messages_wait_for_confirmations_during_a_call(nranks: int) -> None:
+    found = launch(functools.partial(programs.queued, 12, 300), nranks, timeout_s=60.0)
+    assert found == [0] * nranks
+
+
+def test_a_message_is_not_delayed_by_calls_with_other_ranks(tmp_path: Path) -> None:
+    program = functools.partial(programs.awaited_elsewhere, str(tmp_path), 20)
+    assert launch(program, 3, timeout_s=100.0) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("nranks", slow_but([3], [2, 3, 4]))

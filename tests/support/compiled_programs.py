@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -340,6 +341,75 @@ def needed_first(nrounds: int) -> tuple[int, int]:
             for _ in range(4):
                 comm.barrier()
         return nwrong, len(repeats)
+
+
+def queued(nrounds: int, nsends: int) -> int:
+    """Send many messages, of which a peer takes a part before a barrier; return the wrong ones.
+
+    The sender's last messages wait for confirmations, some of which come during the barrier.
+    """
+    nwrong = 0
+    with r2ccl.init(shm="0", compiled="1") as comm:
+        for number in range(nrounds):
+            comm.barrier()
+            data, out = [np.full(4, each + number) for each in range(nsends)], np.zeros(4, np.int64)
+            if comm.rank == 0:
+                requests = [comm.send(x, 1, async_op=True) for x in data]
+            for at, x in enumerate(data if comm.rank == 1 else ()):
+                if at == nsends // 3:
+                    time.sleep(0.03)  # the others leave compiled code
+                    comm.barrier()
+                comm.recv(out, 0)
+                nwrong += not np.array_equal(out, x)
+            if comm.rank != 1:
+                comm.barrier()
+            if comm.rank == 0:
+                for request in requests:
+                    request.wait()
+    return nwrong
+
+
+def awaited_elsewhere(folder: str, nrounds: int) -> int:
+    """Send rank 0 a long message while it makes calls with rank 1 only; return the late ones.
+
+    The message may arrive in a call of all ranks that waits for rank 1. A message is late if the
+    send has not ended after 200 calls, which take a second.
+    """
+    nlate, x, out = 0, np.arange(200_000.0), np.zeros(200_000)
+    one, total, flag = np.ones(4), np.zeros(4), np.zeros(1)
+    with r2ccl.init(shm="0", compiled="1") as comm, comm.split(comm.rank // 2) as pair:
+        target = total if comm.rank == 0 else None
+        for number in range(nrounds):
+            path = Path(folder, str(number))
+            request = comm.recv(out, 2, async_op=True) if comm.rank == 0 else None
+            for _ in range(3):
+                comm.barrier()
+            for _ in range(3):
+                comm.reduce(one, target, root=0)
+            comm.barrier()
+            if comm.rank == 1:
+                begin_s = time.perf_counter()
+                while time.perf_counter() < begin_s + 0.0004:
+                    pass
+            comm.reduce(one, target, root=0)
+            if comm.rank == 2:
+                comm.send(x + number, 0)
+                path.touch()
+                continue
+            ncalls, flag[0] = 0, 0
+            while not flag.any():
+                for _ in range(20):
+                    if comm.rank == 1:
+                        time.sleep(0.005)
+                    pair.barrier()
+                    ncalls += 1
+                flag[0] = comm.rank == 0 and path.exists()
+                pair.allreduce(flag)
+            nlate += ncalls > 200
+            if request is not None:
+                request.wait()
+                assert np.array_equal(out, x + number)
+    return nlate
 
 
 def crossed(nrounds: int) -> int:

@@ -381,7 +381,8 @@ class CompiledCalls:
         """Return whether the transport must be polled for more than the running or held calls.
 
         This is so if another socket is ready, if the held calls delay frames of other calls
-        (`HeldPrograms.delayed`), or if a probe is in flight or its result not polled yet. A `wake` of the transport before this call does not end a later `poll`.
+        (`HeldPrograms.delayed`), or if a probe is in flight or its result not polled yet. A `wake`
+        of the transport before this call does not end a later `poll`.
         """
         if self.held is None:
             return self._transport.has_other_events(self._conns)

@@ -227,7 +227,7 @@ def test_the_control_plane_is_busy_while_a_call_is_repeated() -> None:
     engine, _ = make_engine()
     loop, program, found = engine._loop, object(), []
     loop.compiled = SimpleNamespace(  # type: ignore[assignment]
-        held=SimpleNamespace(program=program), settle=lambda: None
+        held=SimpleNamespace(program=program, delayed=()), settle=lambda: None
     )
 
     def repeat(x: Any, out: Any, rest: Any) -> str:

@@ -1,6 +1,6 @@
 """The state of links passes from one held program to another through the table of shared words."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ from r2ccl.kernels.native import callable_of
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.runtime.compiled.hand_over import make_hand_over
 from r2ccl.runtime.compiled.hold import HeldPrograms
+from r2ccl.types import PathKey
 
 #: Words 5 and 7 of a program are shared, as words 1 and 0 of the table; the first one is 3 ahead.
 ENTRIES = (5, 1, 3, 7, 0, 0)
@@ -60,10 +61,10 @@ class Ended:
     plan = arena_nbytes = conns_at = 0
     nslots = 2
 
-    def __init__(self, channel: int, nsends: int) -> None:
+    def __init__(self, channel: int, nsends: int, paths: Sequence[PathKey] = ()) -> None:
         row = at.STATE_NWORDS
         self.words = self.view = np.zeros(row + at.PAIR_NWORDS, np.int64)
-        self.arena, self.paths = np.empty(0, np.uint8), ()
+        self.arena, self.paths = np.empty(0, np.uint8), paths
         sender = SimpleNamespace(peer=1, channel=channel, posted=0, confirmed=0)
         receiver = SimpleNamespace(posted=0, acked=0)
         given = {"sender": sender, "receiver": receiver, "nsends": nsends, "nreceives": 0}
@@ -103,3 +104,22 @@ def test_a_confirmation_that_fits_no_program_is_refused(
     assert not programs.confirm([((1, 5), 3), wrong])
     programs.spread(is_running=False)
     assert first.confirmed == 0
+
+
+@pytest.mark.parametrize(
+    ("delayed", "is_delaying"),
+    [
+        ([], False),
+        ([(PathKey(1, 0), 3)], False),
+        ([(PathKey(1, 0), 4)], True),  # another communicator
+        ([(PathKey(2, 0), 3)], True),  # a connection that the program does not read
+        ([(PathKey(1, 0), 3), (PathKey(1, 1), 3)], True),
+    ],
+)
+def test_frames_wait_only_for_calls_that_read_them(
+    held: tuple[HeldPrograms, Any, Any], delayed: list[tuple[PathKey, int]], is_delaying: bool
+) -> None:
+    program: Any = Ended(7, 0, [PathKey(1, 0)])
+    program.view[at.CONTEXT] = 3
+    held[0].delayed = delayed
+    assert held[0].delays(program) is is_delaying

@@ -25,6 +25,7 @@ class Call:
     """State of a call with one link, whose slices never come; the peer is a socket."""
 
     def __init__(self) -> None:
+        self.loop = callable_of(f"{make_loop.__module__}:{make_loop.__name__}")
         self.own, self.peer = socket.socketpair()
         self.wakeup = socket.socketpair()
         self.own.setblocking(False)
@@ -57,7 +58,7 @@ class Call:
 
     def run(self) -> int:
         """Run the call until it ends, or leaves compiled code; return the result."""
-        return callable_of(f"{make_loop.__module__}:{make_loop.__name__}")(self.state.ctypes.data)
+        return self.loop(self.state.ctypes.data)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -78,8 +79,10 @@ def test_a_slice_waits_for_the_end_of_the_call(call: Call) -> None:
     assert call.run() == at.LEFT  # the peer may need the call to which the slice belongs
     assert 1_000_000 <= time.monotonic_ns() - began_ns < SLEEP_NS
     assert call.state[at.IS_DELAYING]
-    assert call.conn[at.IS_STALLED]
+    assert call.conn[at.IS_STALLED] == at.OTHER
     assert (call.conn[at.PARSED], call.conn[at.FILLED]) == (0, at.HEADER_NBYTES)
+    call.state[at.REMAINING] = 0
+    assert call.run() == at.HAS_OTHERS
 
 
 def test_a_slice_before_awaited_frames_ends_the_compiled_call(call: Call) -> None:
