@@ -85,6 +85,10 @@ def test_messages_wait_for_confirmations_during_a_call(nranks: int) -> None:
     assert found == [0] * nranks
 
 
+def test_messages_keep_their_order_beside_other_calls() -> None:
+    assert launch(functools.partial(programs.overtaken, 40), 3, timeout_s=60.0) == [0, 0, 0]
+
+
 def test_a_message_is_not_delayed_by_calls_with_other_ranks(tmp_path: Path) -> None:
     program = functools.partial(programs.awaited_elsewhere, str(tmp_path), 20)
     assert launch(program, 3, timeout_s=100.0) == [0, 0, 0]

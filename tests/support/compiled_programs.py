@@ -369,6 +369,41 @@ def queued(nrounds: int, nsends: int) -> int:
     return nwrong
 
 
+def overtaken(nrounds: int) -> int:
+    """Receive messages of one rank, the last first; return the number of wrong results.
+
+    The first receive ends while a slice of another communicator waits in a buffer. One message
+    stays unread, so that the call is not held.
+    """
+    nwrong = 0
+    with r2ccl.init(shm="0", compiled="1") as comm, comm.split(comm.rank // 2) as pair:
+        last, first, second, other = (np.zeros(4) for _ in range(4))
+        if comm.rank == 2:
+            comm.send(np.ones(4), 0, tag=9)
+        for number in range(nrounds):
+            comm.barrier()
+            comm.barrier()
+            if comm.rank == 1:
+                pair.broadcast(np.full(4, number, float), root=1)
+                comm.recv(other, 0, tag=3)
+            elif comm.rank == 2:
+                for value, tag in ((1, 7), (2, 7), (3, 5)):
+                    comm.send(np.full(4, value + 10.0 * number), 0, tag=tag)
+            else:
+                until_s = time.perf_counter() + 0.004
+                while time.perf_counter() < until_s:
+                    pass
+                comm.sendrecv(first, 1, last, 2, tag=3, recv_tag=5)
+                pair.broadcast(other, root=1)
+                comm.recv(first, 2, tag=7)
+                comm.recv(second, 2, tag=7)
+                found = [*(each[0] - 10 * number for each in (first, second, last)), other[0]]
+                nwrong += found != [1, 2, 3, number]
+        if comm.rank == 0:
+            comm.recv(other, 2, tag=9)
+    return nwrong
+
+
 def awaited_elsewhere(folder: str, nrounds: int) -> int:
     """Send rank 0 a long message while it makes calls with rank 1 only; return the late ones.
 

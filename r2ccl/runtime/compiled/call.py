@@ -111,6 +111,9 @@ class CompiledCalls:
         #: Connections that the running call has borrowed from the transport.
         self._conns: list[Connection] = []
         self._running: tuple[CompiledProgram, Calls[Consumer]] | None = None
+        #: True if the last call has left frames of other communicators in the buffers, and was not
+        #: held.
+        self._is_delaying = False
         #: The held calls; None if there are none.
         self.held: HeldPrograms | None = None
         #: Number of events after which a call leaves compiled code; 0: no limit. For tests.
@@ -167,6 +170,8 @@ class CompiledCalls:
         if self._links.unconfirmed or self._links.touched:
             # Work left by another communicator; a replay would take the confirmations as sent.
             self._progress.advance()
+        if self._is_delaying:
+            self.take_events()
         conns = self._prepare(program, lanes, calls)
         if conns is None and post is None and self.take_events():
             conns = self._prepare(program, lanes, calls)
@@ -186,13 +191,14 @@ class CompiledCalls:
         return runs
 
     def take_events(self) -> bool:
-        """Handle the events that the transport has; return False if it has none.
+        """Handle the events that the transport has, and delayed frames; return False if none exist.
 
         Such events are, for example, those of an earlier call that ended in Python, or of messages.
         While events wait, the transport does not lend connections.
         """
-        if not self._transport.has_events:
+        if not self._transport.has_events and not self._is_delaying:
             return False
+        self._is_delaying = False
         self._progress.step()
         return True
 
@@ -421,8 +427,7 @@ class CompiledCalls:
             if words[at.IS_MEASURED]:
                 self._measure(program)
             self._return_conns(program, conns)
-            if words[at.IS_DELAYING]:
-                self._progress.step()
+            self._is_delaying |= bool(words[at.IS_DELAYING])
             return ()
         self.nleft += 1
         replay = Replay(program, conns, self._links, self._progress)

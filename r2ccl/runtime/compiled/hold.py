@@ -229,9 +229,15 @@ class HeldPrograms:
         self.program, self.current = program, current
 
     def delays(self, program: CompiledProgram) -> bool:
-        """Return whether a call of `program` would go on delaying one of the frames `delayed`."""
-        context = program.view[at.CONTEXT]
-        return any(path not in program.paths or other != context for path, other in self.delayed)
+        """Return whether a call of `program` would go on delaying one of the frames `delayed`.
+
+        A call reads the frame if it receives on the same path and belongs to the same communicator.
+        """
+        context, traffic = program.view[at.CONTEXT], program.traffic
+        return any(
+            other != context or path not in traffic or not traffic[path][_NRECEIVED]
+            for path, other in self.delayed
+        )
 
     def confirm(self, confirmations: Sequence[tuple[tuple[int, int], int]]) -> bool:
         """Note confirmations for links that only other programs than the current one use.
@@ -344,6 +350,8 @@ def _entries(
 #: Shared words of a link, and of a connection.
 _LINK_WORDS = (at.FIRST_SENT, at.CONFIRMED, at.FIRST_RECEIVED, at.CONSUMED, at.ACKED)
 _FIRST_SENT, _CONFIRMED = 0, 1
+#: Index of the number of slices received in `CompiledProgram.traffic`.
+_NRECEIVED = 2
 _CONN_WORDS = (at.PARSED, at.FILLED)
 _NCONN = len(_CONN_WORDS)
 _HAND_OVER = "r2ccl.runtime.compiled.hand_over:make_hand_over"

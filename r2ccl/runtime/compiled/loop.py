@@ -280,10 +280,10 @@ def make_loop() -> Callable[[int], int]:
                 continue
             if state[IDLE_SINCE] == 0:
                 state[IDLE_SINCE] = now
-            idle, most = now - state[IDLE_SINCE], state[SLEEP_NS]
+            idle, spin, most = now - state[IDLE_SINCE], state[SPIN_NS], state[SLEEP_NS]
             if state[IS_DELAYING]:
-                most = min(most, _DELAY_NS)
-            if idle < state[SPIN_NS]:
+                spin, most = min(spin, _DELAY_NS), min(most, _DELAY_NS)
+            if idle < spin:
                 result = poll(state, 0)
                 if result == 0:
                     state[NIDLE] += 1

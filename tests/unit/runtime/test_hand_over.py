@@ -1,6 +1,6 @@
 """The state of links passes from one held program to another through the table of shared words."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,10 +61,11 @@ class Ended:
     plan = arena_nbytes = conns_at = 0
     nslots = 2
 
-    def __init__(self, channel: int, nsends: int, paths: Sequence[PathKey] = ()) -> None:
+    def __init__(self, channel: int, nsends: int) -> None:
         row = at.STATE_NWORDS
         self.words = self.view = np.zeros(row + at.PAIR_NWORDS, np.int64)
-        self.arena, self.paths = np.empty(0, np.uint8), paths
+        self.arena, self.paths = np.empty(0, np.uint8), ()
+        self.traffic: dict[PathKey, list[int]] = {}
         sender = SimpleNamespace(peer=1, channel=channel, posted=0, confirmed=0)
         receiver = SimpleNamespace(posted=0, acked=0)
         given = {"sender": sender, "receiver": receiver, "nsends": nsends, "nreceives": 0}
@@ -113,13 +114,15 @@ def test_a_confirmation_that_fits_no_program_is_refused(
         ([(PathKey(1, 0), 3)], False),
         ([(PathKey(1, 0), 4)], True),  # another communicator
         ([(PathKey(2, 0), 3)], True),  # a connection that the program does not read
+        ([(PathKey(1, 1), 3)], True),  # on which it only sends
         ([(PathKey(1, 0), 3), (PathKey(1, 1), 3)], True),
     ],
 )
 def test_frames_wait_only_for_calls_that_read_them(
     held: tuple[HeldPrograms, Any, Any], delayed: list[tuple[PathKey, int]], is_delaying: bool
 ) -> None:
-    program: Any = Ended(7, 0, [PathKey(1, 0)])
+    program: Any = Ended(7, 0)
+    program.traffic = {PathKey(1, 0): [1, 8, 1, 8], PathKey(1, 1): [1, 8, 0, 0]}
     program.view[at.CONTEXT] = 3
     held[0].delayed = delayed
     assert held[0].delays(program) is is_delaying

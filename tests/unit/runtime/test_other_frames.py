@@ -73,7 +73,9 @@ def call() -> Iterator[Call]:
     made.close()
 
 
-def test_a_slice_waits_for_the_end_of_the_call(call: Call) -> None:
+@pytest.mark.parametrize("spin_ns", [0, SLEEP_NS])
+def test_a_slice_waits_for_the_end_of_the_call(call: Call, spin_ns: int) -> None:
+    call.state[at.SPIN_NS] = spin_ns
     call.send(at.DATA_FRAME, OTHER_CHANNEL)
     began_ns = time.monotonic_ns()
     assert call.run() == at.LEFT  # the peer may need the call to which the slice belongs
