@@ -482,7 +482,8 @@ if comm.rank == 0:
 
 def test_children_share_the_connections(of_two: dict[str, Any]) -> None:
     before, after, received = of_two[CHILDREN]
-    assert after == before
+    # Fewer if a connection of the start was still being closed.
+    assert [*map(max, before, after)] == before
     assert received == list(range(20))
 
 
