@@ -305,18 +305,19 @@ def choose_hcas(hcas: Sequence[Hca], pattern: str, nranks: int) -> tuple[Hca, ..
     """Return the RDMA ports in `hcas` that this rank uses.
 
     A port that cannot be opened, or cannot serve all `nranks` ranks, is returned only if `pattern`,
-    the value of ``R2CC_HCA``, names it; otherwise it is left out with a warning. If `pattern` is
-    empty and pyverbs is not installed, no port is returned.
+    the value of ``R2CC_HCA``, names it; otherwise it is left out with a warning. If `pattern` names
+    no port (it is empty, or only excludes ports) and pyverbs is not installed, no port is returned.
 
     Raises
     ------
     InvalidArgument
-        If `select_hcas` refuses `pattern`, or if it is not empty and selects ports, but pyverbs is
-        not installed.
+        If `select_hcas` refuses `pattern`, or if `pattern` names ports, but pyverbs is not
+        installed.
     """
     chosen = select_hcas(hcas, pattern)
+    names = NameFilter(pattern, variable="R2CC_HCA")
     if chosen and find_spec("pyverbs") is None:
-        if pattern:
+        if names.is_selection:
             raise InvalidArgument(
                 "R2CC_HCA selects RDMA NICs, but this Python has no pyverbs: install it as "
                 "`r2ccl doctor` says (Debian: python3-pyverbs), or set R2CC_HCA=none"
@@ -326,7 +327,6 @@ def choose_hcas(hcas: Sequence[Hca], pattern: str, nranks: int) -> tuple[Hca, ..
             "use RDMA, install pyverbs as `r2ccl doctor` says (Debian: python3-pyverbs)"
         )
         return ()
-    names = NameFilter(pattern, variable="R2CC_HCA")
     if names.is_selection:
         return chosen
     return tuple(hca for hca in chosen if _is_usable(hca, nranks, names))

@@ -66,3 +66,21 @@ def test_a_nic_that_cannot_serve_all_ranks_is_left_out(
 def test_a_nic_that_the_user_names_is_used_or_the_job_fails(fabric: FakeFabric) -> None:
     fabric.broken = {"mlx5_0"}
     assert choose_hcas(HCAS, "mlx5_0,mlx5_1", 9) == HCAS[:2]
+
+
+@pytest.mark.parametrize("pattern", ["", "^mlx5_2"])
+def test_without_pyverbs_no_nic_is_used_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("r2ccl.factory.find_spec", lambda name: None)
+    assert choose_hcas(HCAS, pattern, 8) == ()
+    (record,) = caplog.records
+    assert "RDMA NICs were found, but this Python has no pyverbs" in record.getMessage()
+
+
+def test_without_pyverbs_a_nic_that_the_user_names_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("r2ccl.factory.find_spec", lambda name: None)
+    with pytest.raises(r2ccl.InvalidArgument, match="R2CC_HCA selects RDMA NICs, but this Python"):
+        choose_hcas(HCAS, "mlx5_0", 8)
