@@ -22,10 +22,10 @@ SLICE ?=
 MATRIX ?= 3.11 3.12 3.13 3.14
 FOLDERS := $(addprefix tests/,unit contract simulation bench endings netlab rdma gpu)
 # Tests of NICs and GPUs share the hardware, so they run one after another. Endings and network namespaces
-# have deadlines but wait most of the time, so two files run at once.
+# wait most of the time, but the tests of a file may share what they need, so whole files run at once.
 ALONE = $(filter tests/rdma% tests/gpu%,$(or $(TESTS),$(FOLDERS)))
-PAIRED = $(filter tests/endings% tests/netlab%,$(or $(TESTS),$(FOLDERS)))
-SHARED = $(filter-out $(ALONE) $(PAIRED),$(or $(TESTS),$(FOLDERS)))
+BY_FILE = $(filter tests/endings% tests/netlab%,$(or $(TESTS),$(FOLDERS)))
+SHARED = $(filter-out $(ALONE) $(BY_FILE),$(or $(TESTS),$(FOLDERS)))
 
 # The distribution compiles pyverbs for its own Python, so the tests on ibverbs run with that Python.
 RDMA_PYTHON ?= /usr/bin/python3
@@ -62,6 +62,8 @@ demo: $(VENV)/.demo ## train a small model over four rails per node and lose one
 demo-gpt: $(TORCH_VENV)/.test ## train a GPT with torch on 4 nodes, lose 2 NICs and get them back; the picture is out/gpt.png
 	@$(TORCH_BIN)/python examples/train_gpt.py
 
+test: NFILES = $(WORKERS)
+test-slow: NFILES = 2
 test: $(VENV)/.test ## run all tests except the slow ones, in 4 to 9 minutes; TESTS="tests/unit/algos ..." selects tests
 	@$(call pytest,$(if $(TESTS),,-m "not slow"))
 
@@ -76,11 +78,14 @@ WORKERS = $(shell $(BIN)/python -c 'import os; print(min(8, len(os.sched_getaffi
 # A slice of the slow tests may have none of $(ALONE): pytest then exits with 5. For tests that the user names, it is an error.
 NONE_FOUND = $(if $(TESTS),,5)
 
-# Runs $(SHARED) on all cores, then $(PAIRED) and $(ALONE); $(1) holds options of pytest.
+# Runs $(SHARED) on all cores, then $(BY_FILE) and $(ALONE); $(1) holds options of pytest. The code that most
+# tests need is compiled first: otherwise hundreds of processes would each compile a part of it.
 define pytest
 TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT || exit; status=0; \
+	$(if $(TESTS),,echo "compiling code for the tests, once for this checkout: up to a minute"; \
+	$(BIN)/python tests/support/precompile.py || exit;) \
 	$(if $(SHARED),$(BIN)/python -m pytest $(1) -n $(WORKERS) $(SHARED) || status=$$?;) \
-	$(if $(PAIRED),$(ENTER) $(BIN)/python -m pytest $(1) -n 2 --dist loadfile $(PAIRED) || status=$$?;) \
+	$(if $(BY_FILE),$(ENTER) $(BIN)/python -m pytest $(1) -n $(NFILES) --dist loadfile $(BY_FILE) || status=$$?;) \
 	$(if $(ALONE),$(BIN)/python -m pytest $(1) $(ALONE) || { code=$$?; [ "$$code" = "$(NONE_FOUND)" ] || status=$$code; };) \
 	[ $$status -eq 0 ] && echo "make $@: all passed" || echo "make $@: FAILED, see above"; \
 	exit $$status

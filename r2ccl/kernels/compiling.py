@@ -117,7 +117,7 @@ def inlined(function: _F) -> _F:
 
     This is ``numba.extending.register_jitable`` with a type for type checkers.
     """
-    result: _F = extending.register_jitable(function)
+    result: _F = extending.register_jitable(no_cfunc_wrapper=True)(function)
     return result
 
 

@@ -314,7 +314,7 @@ def _code_of(maker: str, given: tuple[Any, ...]) -> MachineCode:
     file, sources = _place_of(maker, name, directory)
     found = _read(file, sources)
     if found is None:
-        with compile_lock("r2ccl"):
+        with compile_lock(maker.partition(":")[0]):
             found = _read(file, sources)
             if found is None:
                 found = _compile(maker, given, name)
