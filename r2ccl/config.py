@@ -320,9 +320,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in sorted(overrides.keys() - set(cls.__struct_fields__)):
             if name in _PLACES:
                 raise InvalidArgument(
-                    f"unknown setting {name}: the environment variable {_PLACES[name]} sets it; "
-                    "start the process with `r2ccl launch -n 4 -- python script.py`, or set RANK, "
-                    "WORLD_SIZE, MASTER_ADDR, MASTER_PORT and R2CC_SECRET"
+                    f"unknown setting {name}: its value is taken from the environment variable "
+                    f"{_PLACES[name]}, not from an argument; start the process with "
+                    "`r2ccl launch -n 4 -- python script.py`, or set RANK, WORLD_SIZE, "
+                    "MASTER_ADDR, MASTER_PORT and R2CC_SECRET"
                 )
             near = nearest(name, cls.__struct_fields__)
             advice = f"did you mean {near}? known" if near else "known"

@@ -282,8 +282,8 @@ def _open_transport(
     )
     if control.nhcas < len(hcas):
         _log.warning(
-            "rank %d has %d RDMA ports, but another rank has only %d, so this rank uses no more; "
-            "give every rank the same number of ports, or select ports with R2CC_HCA",
+            "rank %d has %d RDMA ports, but another rank has only %d, so this rank uses only that "
+            "many; give every rank the same number of ports, or select ports with R2CC_HCA",
             control.rank, len(hcas), control.nhcas,
         )  # fmt: skip
     if not control.nhcas:

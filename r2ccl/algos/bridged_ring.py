@@ -80,8 +80,8 @@ def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
             a, b = found[gaps[0] - 1], found[gaps[0]]
             raise InvalidArgument(
                 f"no ring of {len(found)} nodes was found in which all neighbors share a rail: "
-                f"nodes {a} and {b} share none, and no reversal of a part of the ring separates "
-                "them without joining another pair that shares none; use a tree of "
+                f"nodes {a} and {b} share none, and every reversal of a part of the ring that "
+                "separates them makes another pair of neighbors that share none; use a tree of "
                 "r2ccl.algos.spanning_tree.span"
             )
         found = mended

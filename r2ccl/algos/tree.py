@@ -83,8 +83,9 @@ def grow(parents: Sequence[int]) -> Tree:
         order.extend(found[rank])
     if len(roots) != 1 or len(order) != n:
         raise InvalidArgument(
-            f"parents={tuple(parents)}: give one rank, the root, the parent -1, and every other "
-            f"rank a parent of 0 to {n - 1}; every rank must descend from the root"
+            f"parents={tuple(parents)}: give the parent -1 to exactly one rank, which is the root, "
+            f"and a parent of 0 to {n - 1} to every other rank; all ranks must descend from the "
+            "root"
         )
     heights = [0] * n
     for rank in reversed(order):

@@ -283,7 +283,8 @@ class RankProcesses:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise InvalidArgument(
                 f"{who}: the main script starts ranks while another process imports it: put this "
-                "call, and all that must run only once, below if __name__ == '__main__':"
+                "call, and all other code that must run only once, in the block "
+                "`if __name__ == '__main__':`"
             )
         try:
             preparation = spawn.get_preparation_data("r2ccl-rank")

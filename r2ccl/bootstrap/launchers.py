@@ -287,9 +287,9 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
     raise InvalidArgument(
         f"a launcher started this process as one of several ranks ({quoted}), but mpi4py, "
         f"which uses {library}, sees only this one: the launcher belongs to another MPI, or "
-        "is `r2ccl launch` or torchrun, which start no ranks of MPI; start the job with the "
-        "launcher of mpi4py's MPI; or call init() without a communicator of MPI, and set "
-        "MASTER_ADDR to the host of rank 0 if an MPI launcher starts the job"
+        "is `r2ccl launch` or torchrun, which do not start MPI ranks. Either start the job with "
+        "the launcher of mpi4py's MPI, or call init() without an MPI communicator; in the latter "
+        "case, if an MPI launcher starts the job, also set MASTER_ADDR to the host of rank 0"
     )
 
 

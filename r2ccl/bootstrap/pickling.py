@@ -86,7 +86,7 @@ def dumps_call(
     except Exception as exc:  # objects raise what they like from __reduce__
         raise InvalidArgument(
             f"{who}: {call!r} cannot be sent to another process ({exc}): use only arguments and "
-            "global variables that can be pickled, and create the others within the function"
+            "global variables that can be pickled, and create all other objects in the function"
         ) from exc
 
 

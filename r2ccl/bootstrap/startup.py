@@ -232,7 +232,8 @@ class _Listeners:
         if not self.nics:
             raise InvalidArgument(
                 f"rank {self._rank}: no usable network interface was found for a rail: set "
-                "R2CC_SOCKET_IFNAME to one or more that are up, such as eth,ib or =eth0"
+                "R2CC_SOCKET_IFNAME to interfaces that are up, by prefixes of their names, such as "
+                "eth,ib, or by exact names, such as =eth0"
             )
         for nic in self.nics:  # `close` closes those that were opened before an error
             self._rails.append(self._open(wire.listen, nic.address, nic.name))

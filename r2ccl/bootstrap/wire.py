@@ -215,7 +215,7 @@ def _unpack_length(prefix: bytes | bytearray) -> int:
     (nbytes,) = _LENGTH.unpack_from(prefix)
     if nbytes > _MAX_MESSAGE_NBYTES:
         raise ConnectionAbortedError(
-            f"a message of {nbytes} bytes was announced; at most 16 MiB are allowed"
+            f"the peer announced a message of {nbytes} bytes; at most 16 MiB are allowed"
         )
     return int(nbytes)
 

@@ -327,8 +327,9 @@ class Connector:
             rails.add(message.via)
         if not rails <= set(range(self._transport.nrails)):
             _log.warning(
-                "rank %d: ignored a message from rank %d about rails %s, not all of which exist; "
-                "use the same version of r2ccl and the same settings on all hosts",
+                "rank %d: ignored a message from rank %d about rails %s, because this rank lacks "
+                "at least one of these rails; use the same version of r2ccl and the same settings "
+                "on all hosts",
                 self._rank,
                 peer,
                 sorted(rails),

@@ -156,18 +156,18 @@ def _check(peers: Sequence[PeerInfo], ports: set[Port]) -> None:
     for rank, info in enumerate(peers):
         if info.nics and not left[rank]:
             raise InvalidArgument(
-                "the NICs excluded before a shrink or declared failed (R2CC_FAILED_NICS) leave "
-                f"rank {rank} on {info.hostname} (its NICs: {', '.join(info.nics)}) without a "
-                "rail: exclude fewer NICs"
+                f"rank {rank} on {info.hostname} (NICs: {', '.join(info.nics)}) has no rail left, "
+                "because of NICs excluded before a shrink or declared failed (R2CC_FAILED_NICS): "
+                "exclude fewer NICs"
             )
     for rank in sorted({rank for rank, _ in ports}):
         for peer, info in enumerate(peers):
             if not left[rank] & left[peer]:
                 raise InvalidArgument(
-                    "the NICs excluded before a shrink or declared failed (R2CC_FAILED_NICS) leave "
-                    f"no rail from rank {rank} on {peers[rank].hostname} (its NICs: "
-                    f"{', '.join(peers[rank].nics)}) to rank {peer} on {info.hostname}: exclude "
-                    "fewer NICs"
+                    f"rank {rank} on {peers[rank].hostname} (NICs: {', '.join(peers[rank].nics)}) "
+                    f"and rank {peer} on {info.hostname} have no common rail left, because of NICs "
+                    "excluded before a shrink or declared failed (R2CC_FAILED_NICS): exclude fewer "
+                    "NICs"
                 )
 
 

@@ -586,7 +586,7 @@ class PeerBackend(SignalledStream):
         """Wait until all ranks of the node have read the message that this call overwrites."""
         until_s = self._clock() + self._timeout_s
         while not self._board.may_post(number):
-            self._pause(number, until_s, "ranks of its node are still 64 calls behind")
+            self._pause(number, until_s, "ranks of the same node are still 64 calls behind")
 
     def _read(self, at: int, number: int, until_s: float) -> bytes:
         packed = self._board.read(at, number)
@@ -600,8 +600,8 @@ class PeerBackend(SignalledStream):
         if self._clock() >= until_s:
             raise TransportTimeout(
                 f"rank {self._rank}: {why} after a wait of {self._timeout_s:g} s in collective "
-                f"{number} on GPU memory; look for a rank of its node that is late or a kernel "
-                "that hangs, or raise the timeout (timeout_s= or R2CC_TIMEOUT_S)",
+                f"{number} on GPU memory; look for a late rank on the same node or a kernel that "
+                "hangs, or raise the timeout (timeout_s= or R2CC_TIMEOUT_S)",
                 rank=self._rank,
                 status="TIMEOUT",
             )

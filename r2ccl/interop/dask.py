@@ -100,8 +100,8 @@ def run(
     chosen = known if workers is None else list(workers)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(known):
         raise InvalidArgument(
-            f"workers={workers!r}: name at least one worker of the cluster, and none twice; it has "
-            f"{', '.join(known) or 'no workers: start some'}"
+            f"workers={workers!r}: name at least one worker of the cluster, and none twice; the "
+            f"cluster has {', '.join(known) or 'no workers: start some'}"
         )
     group = f"r2ccl-{uuid.uuid4().hex}"
     futures = [

@@ -154,7 +154,7 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
         is_binary = _nparameters(function) in (2, 3)
     if not is_binary:
         raise InvalidArgument(
-            f"user_op({name}): the function must have two parameters, or three of which the last "
+            f"user_op({name}): the function must have two parameters, or three if the last one "
             "is the output; a NumPy ufunc must have two inputs and one output"
         )
     op = UserOp(function, name, is_commutative=is_commutative)
@@ -267,8 +267,8 @@ def _facts(function: Any, name: str, users: tuple[Any, ...] = ()) -> Iterator[ob
         values += [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:
         raise InvalidArgument(
-            f"user_op({name}): the function uses a variable of an enclosing function, which has no "
-            "value yet: assign the variable first"
+            f"user_op({name}): the function uses a variable of an enclosing function before this "
+            "variable has a value: assign the variable first"
         ) from None
     for value in values:
         yield from _facts_of_value(value, name, (*users, function))

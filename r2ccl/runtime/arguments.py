@@ -116,8 +116,8 @@ def run_schedule(x: Any, out: Any, op: Operation, schedule: Schedule, nranks: in
     """Validate the arguments of `Communicator.run_schedule`; return the call as a `Request`."""
     if not isinstance(schedule, Schedule):
         raise InvalidArgument(
-            f"{type_name(schedule)} was given as the schedule, the first argument: pass one of "
-            "r2ccl.algos, or of r2ccl.schedule.build, and the array after it"
+            f"{type_name(schedule)} was given as the schedule, the first argument: pass a "
+            "schedule made by r2ccl.algos or r2ccl.schedule.build, and the array after it"
         )
     if (schedule.collective, schedule.nranks) != ("allreduce", nranks):
         raise InvalidArgument(
@@ -736,7 +736,8 @@ def _output(source: Memory | None, out: Any) -> Memory:
         names = {None: "in host memory", ANY_GPU: "on a GPU"}
         where = [names.get(at, f"on GPU {at}") for at in places]
         raise InvalidArgument(
-            f"the input is {where[0]}, the output {where[1]}: both must be in the same place"
+            f"the input is {where[0]}, the output {where[1]}: both must be in host memory, or both "
+            "on the same GPU"
         )
     return output
 

@@ -248,7 +248,8 @@ class Participant:
             if not self.engine.context.context_id:
                 raise
             raise InvalidArgument(
-                f"{exc} (numbered as in the job: rank {own} of this communicator is rank {of_job})"
+                f"{exc} (rank numbers are those of the job, in which rank {own} of this "
+                f"communicator is rank {of_job})"
             ) from None
 
     # State; any thread may read it, without waiting

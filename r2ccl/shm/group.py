@@ -461,8 +461,8 @@ class LocalGroup:
         if result == UNREADABLE:
             own, rank = (self._place.ranks[index] for index in (self.rank, self.awaited))
             raise TransportError(
-                f"rank {own}: cannot read the memory of the process of rank {rank} any more, with "
-                "process_vm_readv(2): do not change the user of a process, its PR_SET_DUMPABLE, or "
+                f"rank {own}: process_vm_readv(2) can no longer read the memory of rank {rank}'s "
+                "process: do not change the user of a process, its PR_SET_DUMPABLE, or "
                 "kernel.yama.ptrace_scope while a communicator is in use"
             )
         if result:
@@ -550,7 +550,7 @@ class LocalGroup:
         except OSError as exc:
             _log.warning(
                 "rank %d: other ranks may still write to the output of a failed call, because the "
-                "memory of this output cannot be replaced (%s): do not use that array any more",
+                "memory of this output cannot be replaced (%s): do not use that array again",
                 self._place.ranks[self.rank], describe_os_error(exc),
             )  # fmt: skip
 

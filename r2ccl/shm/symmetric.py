@@ -191,8 +191,8 @@ class SymmetricMemory:
             )
         if sum(sizes) > room:
             raise TransportError(
-                f"ranks {list(ranks)} cannot share {size} bytes each: their host, or a cgroup of "
-                f"theirs, has {room} bytes left; free memory, or raise the limit of the cgroup",
+                f"ranks {list(ranks)} cannot share {size} bytes each: their host, or one of their "
+                f"cgroups, has {room} bytes left; free memory, or raise the limit of the cgroup",
                 status="ENOMEM",
             )
         if len(self._shared) == MAX_NSEGMENTS:

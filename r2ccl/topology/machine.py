@@ -241,7 +241,8 @@ def merge(machines: Sequence[Machine]) -> Machine:
     """
     if not machines:
         raise InvalidArgument(
-            "merge() got no machines; pass the machine that each process of the host has read"
+            "merge() got no machines; pass one Machine per process of the host, as that process "
+            "has read it"
         )
     return Machine.of(
         nodes=_union((node.id, node) for each in machines for node in each.nodes),

@@ -83,7 +83,7 @@ def test_peers_cannot_write_to_an_output_after_an_error() -> None:
 
 def test_too_large_arrays_are_an_error_that_ends_nothing() -> None:
     for said, total in run(programs.refused, 3, 1 << 50):
-        assert re.search(r"cannot share \d+ bytes each: their host, or a cgroup of theirs", said)
+        assert re.search(r"cannot share \d+ bytes each: their host, or one of their cgroups", said)
         assert total == 3.0
 
 

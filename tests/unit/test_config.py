@@ -131,7 +131,7 @@ def test_an_unknown_keyword_names_the_nearest_setting(name: str, near: str) -> N
 def test_a_rank_as_a_keyword_is_told_how_to_set_it(
     given: dict[str, int], name: str, variable: str
 ) -> None:
-    words = rf"^unknown setting {name}: the environment variable {variable} sets it; .*r2ccl launch"
+    words = rf"^unknown setting {name}: .* variable {variable}, not from an argument;.*r2ccl launch"
     with pytest.raises(InvalidArgument, match=words):
         Config.from_env({}, **given)
 

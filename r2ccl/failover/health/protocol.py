@@ -301,14 +301,15 @@ class Agreement:
         name = type(message).__name__
         if not 0 <= peer < self.nranks or peer == self.rank:
             raise InternalError(
-                f"rank {self.rank}: {name} from rank {peer}, but the sender must be another rank, "
-                f"from 0 to {self.nranks - 1}"
+                f"rank {self.rank}: received {name} from rank {peer}, but the sender must be "
+                f"another rank, from 0 to {self.nranks - 1}"
             )
         if not self._is_addressed(peer, message):
             raise InternalError(
-                f"rank {self.rank}: {name} from rank {peer}, but Report and ExcludeRails are sent "
-                f"only to rank {COORDINATOR}, RailsExcluded only by it, Promise only by a child in "
-                "the tree, Prepare and Commit only by the parent"
+                f"rank {self.rank}: received {name} from rank {peer}, but only rank {COORDINATOR} "
+                f"receives Report and ExcludeRails, only rank {COORDINATOR} sends RailsExcluded, "
+                "only a child in the tree sends Promise, and only the parent in the tree sends "
+                "Prepare and Commit"
             )
         try:
             return self._take(now, peer, message)

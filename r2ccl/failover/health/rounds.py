@@ -208,8 +208,9 @@ class Member:
         earliest = max(self.limit or 0, self._plans[-1][0] - 1) + 1
         if version > self.held.version or first < earliest:
             raise InternalError(
-                f"health version {version} committed from collective {first} on: the version held "
-                f"is {self.held.version}, and the earliest collective it may begin at is {earliest}"
+                f"health version {version} committed from collective {first} on, but the newest "
+                f"version prepared is {self.held.version}, and no commit may take effect before "
+                f"collective {earliest}"
             )
         self.limit = None
         # If several versions begin at the same collective, only the newest is ever used.

@@ -176,7 +176,7 @@ def announced(path: Path, announcement: Announcement) -> tuple[PathAction, ...]:
     if announcement.epoch > path.epoch:
         raise InternalError(
             f"rank {path.key.peer} announced epoch {announcement.epoch} of rail {path.key.rail}, "
-            f"but the other end of the path is at epoch {path.epoch}"
+            f"but the receiver of the announcement is at epoch {path.epoch}"
         )
     path.announcement = announcement
     if path.state in (S.UP, S.DOWN):

@@ -422,8 +422,8 @@ class GroupMethods:
         if not 0 < timeout.total_seconds() <= limit_s:
             raise InvalidArgument(
                 f"timeout={timeout}; allowed are more than 0 s and up to {limit_s:g} s, the "
-                "timeout with which the group was made: to raise this limit, pass a longer timeout "
-                "to init_process_group or new_group or, if R2CC_TIMEOUT_S is set, raise that"
+                "timeout with which the group was made: to raise this limit, raise R2CC_TIMEOUT_S "
+                "if it is set; otherwise pass a longer timeout to init_process_group or new_group"
             )
         self._state.set_timeout(timeout)
 

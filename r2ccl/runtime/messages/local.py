@@ -482,7 +482,7 @@ class LocalMessages:
                     _log.warning(
                         "rank %d: a thread still moves messages %g s after an error and may read "
                         "or write the arrays that were passed to send and recv: do not use these "
-                        "arrays, end the process",
+                        "arrays, and end the process",
                         self._loop.rank, _LAST_TURN_S,
                     )  # fmt: skip
                 self._engine.fail_local(error)

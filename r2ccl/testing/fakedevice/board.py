@@ -145,7 +145,8 @@ class Board:
         with self._changed:
             if (card, name) in self._names:
                 raise Misuse.of(
-                    f"two processes with the name {name} open the same GPU: give each another name"
+                    f"two processes with the name {name} open the same GPU: give each process a "
+                    "different name"
                 )
             self._names.add((card, name))
             if name not in self._hosts:

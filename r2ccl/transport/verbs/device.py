@@ -204,8 +204,8 @@ class RdmaDevice:
         if needed > most:
             raise TransportError(
                 f"{self.name} has completion queues of {most} entries, but {self._npeers} peers "
-                f"need {needed}, {NCOMPLETIONS} each: use at most {most_peers(most) + 1} ranks, or "
-                "leave the NIC out with R2CC_HCA",
+                f"need {needed} ({NCOMPLETIONS} each): use at most {most_peers(most) + 1} ranks, "
+                "or leave the NIC out with R2CC_HCA",
                 status="CQ_ENTRIES",
             )
 
@@ -214,8 +214,8 @@ class RdmaDevice:
             return None
         if find_spec("numba") is None:
             _log.info(
-                "%s: using pyverbs to poll and post, not compiled code: numba is not installed: "
-                'pip install "r2ccl[compiled]"', self.name,
+                "%s: using pyverbs to poll and post, not compiled code, because numba is not "
+                'installed: pip install "r2ccl[compiled]"', self.name,
             )  # fmt: skip
             return None
         try:

@@ -87,7 +87,7 @@ def test_the_cost_is_that_of_the_busiest_rank() -> None:
 
 @pytest.mark.parametrize("wrong", [(), (0,), (-1, -1), (1, 0), (-1, 2, 1), (-1, 5)])
 def test_what_is_no_tree_is_refused(wrong: tree.Parents) -> None:
-    with pytest.raises(InvalidArgument, match="one rank, the root"):
+    with pytest.raises(InvalidArgument, match="exactly one rank, which is the root"):
         tree.allreduce([wrong])
 
 

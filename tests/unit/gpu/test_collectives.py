@@ -472,5 +472,5 @@ def test_input_and_output_in_different_places_are_refused() -> None:
         lambda a, b: arguments.scan(a, b, ReduceOp.SUM, True),
     ):
         for pair in ((x, host), (host, x)):
-            with pytest.raises(InvalidArgument, match="same place"):
+            with pytest.raises(InvalidArgument, match="both on the same GPU"):
                 make(*pair)

@@ -717,15 +717,15 @@ def _promised() -> Agreement:
     ("agreement", "peer", "message", "complaint"),
     [
         (make(0), 3, Report((NEWS,)), "Report from rank 3, but the sender must be another rank"),
-        (make(0), -1, Report((NEWS,)), "rank 0: Report from rank -1"),
-        (make(1), 1, Promise(0, 0), "rank 1: Promise from rank 1"),
-        (make(1), 2, Report((NEWS,)), "rank 1: Report from rank 2, but Report and"),
-        (make(0, 4), 3, Promise(1, 0), "rank 0: Promise from rank 3, but"),
-        (make(1), 0, Promise(1, 0), "rank 1: Promise from rank 0, but"),
-        (make(1), 2, Prepare(next_health()), "rank 1: Prepare from rank 2, but"),
-        (make(0), 1, Commit(1, 2), "rank 0: Commit from rank 1, but"),
-        (make(1), 2, ExcludeRails(1, ((0, 0),), True), "rank 1: ExcludeRails from rank 2, but"),
-        (make(1), 2, RailsExcluded(1, 1), "rank 1: RailsExcluded from rank 2, but"),
+        (make(0), -1, Report((NEWS,)), "rank 0: received Report from rank -1"),
+        (make(1), 1, Promise(0, 0), "rank 1: received Promise from rank 1"),
+        (make(1), 2, Report((NEWS,)), "Report from rank 2, but only rank 0 receives"),
+        (make(0, 4), 3, Promise(1, 0), "rank 0: received Promise from rank 3, but"),
+        (make(1), 0, Promise(1, 0), "rank 1: received Promise from rank 0, but"),
+        (make(1), 2, Prepare(next_health()), "rank 1: received Prepare from rank 2, but"),
+        (make(0), 1, Commit(1, 2), "rank 0: received Commit from rank 1, but"),
+        (make(1), 2, ExcludeRails(1, ((0, 0),), True), "received ExcludeRails from rank 2, but"),
+        (make(1), 2, RailsExcluded(1, 1), "rank 1: received RailsExcluded from rank 2, but"),
         (make(0), 1, ExcludeRails(1, ((3, 0),), True), "ExcludeRails of rank 1: rail 0 of rank 3"),
         (make(0), 1, Report((RailShare(3, 0, 0),)), "Report of rank 1: rail 0 of rank 3"),
         (make(0), 1, Report((RailShare(0, 0, 99),)), "Report of rank 1: share 99"),
@@ -739,8 +739,8 @@ def _promised() -> Agreement:
             Prepare(msgspec.structs.replace(next_health(), config="xyz")),
             "'xyz'; expected 3 ranks, 2 rails, configuration 'abc'",
         ),
-        (make(1), 0, Commit(1, 2), "1 committed from collective 2 on: the version held is 0"),
-        (_promised(), 0, Commit(1, 1), "earliest collective it may begin at is 2"),
+        (make(1), 0, Commit(1, 2), "2 on, but the newest version prepared is 0"),
+        (_promised(), 0, Commit(1, 1), "may take effect before collective 2"),
     ],
 )  # fmt: skip
 def test_what_breaks_the_protocol_is_refused_by_name(
@@ -755,7 +755,7 @@ def test_a_version_does_not_begin_before_the_one_before_it() -> None:
     agreement = _promised()
     agreement.on_message(0.0, 0, Commit(1, 40))
     agreement.on_message(0.0, 0, Prepare(next_health(2)))
-    with pytest.raises(InternalError, match="it may begin at is 40"):
+    with pytest.raises(InternalError, match="may take effect before collective 40"):
         agreement.on_message(0.0, 0, Commit(2, 39))
 
 
