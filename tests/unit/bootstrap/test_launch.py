@@ -199,7 +199,7 @@ def test_a_script_without_a_guard_is_told_to_add_it(tmp_path: Path) -> None:
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert "InvalidArgument: launch: the main script starts ranks while another process" in last
-    assert "below if __name__ == '__main__':" in last
+    assert "in the block `if __name__ == '__main__':`" in last
 
 
 #: As in a notebook, the main module is no file that a rank could import.
