@@ -223,27 +223,32 @@ docs-serve: $(VENV)/.docs ## serve the documentation at http://127.0.0.1:8000, a
 clean: ## remove .venv, out, dist and build files
 	rm -rf $(VENV) out build dist *.egg-info
 
-# Stamp files, one per set of packages; a set is installed again when pyproject.toml changes.
-$(VENV)/.core: pyproject.toml
-	@echo "installing r2ccl into $(VENV) ..."
+# Stamp files, one per set of packages; a set is installed again when pyproject.toml changes. A larger set
+# has the smaller ones in it, because each run of pip takes seconds.
+$(VENV)/.python:
+	@echo "making $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "r2ccl needs Python 3.11 or newer, which '$(PYTHON)' is not;" \
 			"choose another with: make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "r2ccl needs Python's venv module: apt-get install python3-venv"; exit 1; }
 	@$(PIP) install "pip>=25.1"
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.python pyproject.toml
+	@echo "installing r2ccl into $(VENV) ..."
 	@$(PIP) install --editable ".[compiled]"
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.core
-	@echo "installing the packages of the demo ..."
-	@$(PIP) install --editable ".[demo]"
-	@touch $@
+$(VENV)/.demo: $(VENV)/.python pyproject.toml
+	@echo "installing r2ccl and the packages of the demo into $(VENV) ..."
+	@$(PIP) install --editable ".[compiled,demo]"
+	@touch $(VENV)/.core $@
 
-$(VENV)/.test: $(VENV)/.demo
-	@echo "installing the packages of the tests ..."
-	@$(PIP) install --group test
-	@touch $@
+$(VENV)/.test: $(VENV)/.python pyproject.toml
+	@echo "installing r2ccl and the packages of the tests into $(VENV) ..."
+	@$(PIP) install --editable ".[compiled,demo]" --group test
+	@touch $(VENV)/.core $(VENV)/.demo $@
 
 $(RDMA_VENV)/.test: $(VENV)/.core
 	@echo "installing the packages of the tests on ibverbs into $(RDMA_VENV) ..."
