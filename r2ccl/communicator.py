@@ -55,8 +55,8 @@ class Communicator:
     rank, nranks : int
         Number of this process, from 0, and number of ranks.
     members : tuple of int
-        For each rank, its rank in the communicator from which this one was made, for example by
-        `split`. In a communicator made by `r2ccl.init`, each rank's own number.
+        For each rank, its rank in the communicator from which this communicator was made, for
+        example by `split`. In a communicator made by `r2ccl.init`, each rank's own number.
     config : Config
         Settings of this communicator.
 
@@ -70,13 +70,12 @@ class Communicator:
         all other cases, an array that is not C-contiguous is copied first. Borrowed until the
         collective has finished.
     out : array_like, optional
-        Receives the result: a C-contiguous array of the dtype of `x`, in host memory or on the same
-        GPU, like `x`.
-        Disjoint from `x`, except for the overlap that the method allows. Not a JAX array, which is
-        immutable.
+        Receives the result: a C-contiguous array of the dtype of `x`, in host memory if `x` is
+        there, otherwise on the same GPU as `x`. Must not overlap `x`, except as the method allows.
+        Must not be a JAX array, which is immutable.
     op : ReduceOp, ConvertedOp or UserOp
         An operation that the dtype supports; docs/reductions.md has the table. `premul_sum`,
-        `accumulate_float32` and `user_op` make others.
+        `accumulate_float32` and `user_op` return further operations.
     root : int
         Rank that sends data to all ranks, or receives data from all ranks.
     counts, displs : sequence of int
@@ -85,21 +84,22 @@ class Communicator:
         of `out` must not overlap, and elements of `out` outside all parts are not modified. Without
         `displs`, the parts follow one another in rank order.
     stream : optional
-        For device memory only. The collective runs after the work enqueued on this stream before
-        the call, and work enqueued on it later sees the result. A handle, a stream of CuPy, Numba
-        or torch, or an object with ``__cuda_stream__``. Default: the current stream of the array's
-        library.
+        For device memory only: a handle, a stream of CuPy, Numba or torch, or an object with
+        ``__cuda_stream__``. The collective runs after the work enqueued on this stream before the
+        call, and work enqueued on this stream after the call sees the result. Default: the current
+        stream of the array's library.
     async_op : bool
         Return a `Work` at once.
 
     Results of all collectives
     --------------------------
-    `out` or, without it, its default; None for a `reduce`, `gather` or `gatherv` on ranks other
-    than `root`. If `x` is a JAX array in host memory, the default is always a new JAX array, on the
-    device of `x`. In device memory, a new array can be made only if `x` is a torch, CuPy or Numba
-    array; for other arrays, pass `out`. With ``async_op``, a `Work` whose `wait` returns the same.
-    A call on device memory returns before the result is ready, and work enqueued on `stream`
-    afterwards sees the result; with ``async_op``, only after `Work.order`.
+    `out`, or the array that replaces it by default; None for a `reduce`, `gather` or `gatherv` on
+    ranks other than `root`. If `x` is a JAX array in host memory, the default is always a new JAX
+    array, on the device of `x`. In device memory, a new array can be made only if `x` is a torch,
+    CuPy or Numba array; for other arrays, pass `out`. With ``async_op``, the result is a `Work`
+    whose `wait` returns the array or None. A call on device memory returns before the result is
+    ready. Work enqueued on `stream` after the call or, with ``async_op``, after `Work.order`, sees
+    the result.
 
     Errors of all collectives and messages
     --------------------------------------
@@ -112,15 +112,15 @@ class Communicator:
         `Work.wait` raises the error. For a call on device memory without ``async_op``, the next
         call raises `CommunicatorRevoked`, whose ``reason`` is the error.
     TransportError
-        If a GPU or its driver failed or cannot run the call, memory or threads are exhausted or,
-        with ``R2CC_MODE=failstop``, a path failed.
+        If a GPU or its driver failed or cannot run the call, if memory or threads are exhausted, or
+        if a path failed with ``R2CC_MODE=failstop``.
     CommunicatorRevoked
         If the communicator was revoked or closed before, or is revoked during the call.
     ConcurrentCalls
-        If this call is a blocking collective, and another one runs in another thread. Also if this
-        blocking call is made by a signal handler that interrupted another blocking call, or by a
-        function of `user_op`. Also if this collective is on device memory, and another thread is
-        just starting one on device memory.
+        If this call is a blocking collective, and another thread runs a blocking collective. Also
+        if this call is blocking and is made by a signal handler that interrupted another blocking
+        call, or by a function of `user_op`. Also if this call is a collective on device memory, and
+        another thread is starting a collective on device memory at the same time.
 
     After a failure
     ---------------
@@ -214,47 +214,48 @@ class Communicator:
             a new JAX array if `x` is a JAX array in host memory.
         op : ReduceOp, ConvertedOp or UserOp
             An operation that the dtype supports; docs/reductions.md has the table. `premul_sum`,
-            `accumulate_float32` and `user_op` make others.
+            `accumulate_float32` and `user_op` return further operations.
         stream : optional
-            For device memory only. The collective runs after the work enqueued on this stream
-            before the call, and work enqueued on it later sees the result. A handle, a stream of
-            CuPy, Numba or torch, or an object with ``__cuda_stream__``. Default: the current
-            stream of the array's library.
+            For device memory only: a handle, a stream of CuPy, Numba or torch, or an object with
+            ``__cuda_stream__``. The collective runs after the work enqueued on this stream before
+            the call, and work enqueued on this stream after the call sees the result. Default: the
+            current stream of the array's library.
         async_op : bool
             Return a `Work` at once.
 
         Returns
         -------
         array_like or Work
-            `out` or, without it, its default; with ``async_op``, a `Work` whose `wait` returns the
-            array. A call on device memory returns before the result is ready, and work enqueued on
-            `stream` afterwards sees the result; with ``async_op``, only after `Work.order`.
+            `out`, or the array that replaces it by default; with ``async_op``, a `Work` whose
+            `wait` returns the array. A call on device memory returns before the result is ready.
+            Work enqueued on `stream` after the call or, with ``async_op``, after `Work.order`, sees
+            the result.
 
         Raises
         ------
         InvalidArgument
-            If memory, dtype or op are invalid (before any data moves), or if the ranks disagree on
-            the call; a disagreement revokes the communicator on every rank.
+            If the memory, dtype or op is invalid (raised before any data moves), or if the ranks
+            disagree on the call; a disagreement revokes the communicator on every rank.
         NoHealthyRail, PeerLost, TransportTimeout
             If the collective failed (see `r2ccl.errors`); the communicator is revoked. With
             ``async_op``, `Work.wait` raises the error. For a call on device memory without
             ``async_op``, the next call raises `CommunicatorRevoked`, whose ``reason`` is the error.
         TransportError
-            If a GPU or its driver failed or cannot run the call, memory or threads are exhausted
-            or, with ``R2CC_MODE=failstop``, a path failed.
+            If a GPU or its driver failed or cannot run the call, if memory or threads are
+            exhausted, or if a path failed with ``R2CC_MODE=failstop``.
         CommunicatorRevoked
             If the communicator was revoked or closed before, or is revoked during the call.
         ConcurrentCalls
-            If this call is blocking, and another blocking collective runs in another thread. Also
-            if this blocking call is made by a signal handler that interrupted another blocking
-            call, or by a function of `user_op`. Also if this call is on device memory, and another
-            thread is just starting a collective on device memory.
+            If this call is blocking, and another thread runs a blocking collective. Also if this
+            call is blocking and is made by a signal handler that interrupted another blocking call,
+            or by a function of `user_op`. Also if this call is on device memory, and another thread
+            is starting a collective on device memory at the same time.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: about log2(n) exchanges of the data if it fits one eager
-        slice; otherwise, for a ring, each rank sends 2(n - 1)/n of the data. *After failure*: the
-        failure of a path does not change a bit of the result. Later calls are planned for the
+        *Collective*: all ranks. *Cost*: about log2(n) exchanges of the data if it fits into one
+        eager slice; otherwise, in a ring, each rank sends 2(n - 1)/n of the data. *After failure*:
+        the failure of a path does not change a bit of the result. Later calls are planned for the
         remaining rails and may round differently (docs/fault-model.md). If the call raises, `out`
         is undefined. The collectives of one communicator, blocking or asynchronous, run in the
         order in which they were called.
@@ -283,8 +284,8 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        each rank sends (n - 1)/n of `out`: in about log2(n) steps if `out` fits one eager slice or
-        that is predicted to be faster, otherwise in n - 1 steps of a ring.
+        each rank sends (n - 1)/n of `out`, in n - 1 steps of a ring, or in about log2(n) steps if
+        `out` fits into one eager slice or fewer steps are predicted to be faster.
         """
         make = arguments.allgather
         return self._collectives.start(stream, async_op, make, x, out, self.rank, self.nranks)
@@ -367,9 +368,9 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        each rank sends (n - 1)/n of `x`: in about log2(n) steps if `x` fits one eager slice or that
-        is predicted to be faster, otherwise in n - 1 steps of a ring. Over the network, it needs
-        memory of the size of `x` for partial sums, which is reused across calls.
+        each rank sends (n - 1)/n of `x`, in n - 1 steps of a ring, or in about log2(n) steps if `x`
+        fits into one eager slice or fewer steps are predicted to be faster. Over the network, the
+        call needs memory of the size of `x` for partial sums, which is reused across calls.
         """
         make = arguments.reduce_scatter
         return self._collectives.start(stream, async_op, make, x, out, op, self.rank, self.nranks)
@@ -402,7 +403,7 @@ class Communicator:
         Parameters
         ----------
         x : array_like
-            As many elements as all counts together.
+            The number of elements must be the sum of `counts`.
         out : array_like, optional
             Receives part number `rank` of the result, of ``counts[rank]`` elements. May be the same
             part of `x`. Default: a new flat array.
@@ -444,9 +445,9 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        about log2(n) messages one after another if the data fits one eager slice; otherwise a
-        pipeline through all ranks, in which each rank except `root` receives the data once and,
-        while all NICs work, sends the data at most once.
+        about log2(n) dependent messages if the data fits into one eager slice; otherwise a pipeline
+        through all ranks: each rank except `root` receives the data once and, while all NICs work,
+        sends the data at most once.
         """
         root = arguments.rank_of(root, self.nranks)
         make = arguments.broadcast
@@ -518,8 +519,8 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: one
-        message from every other rank to the root; about log2(n) messages one after another over a
-        binomial tree if all data fits one eager slice.
+        message from every other rank to the root; if all data fits into one eager slice, a binomial
+        tree with about log2(n) dependent messages.
         """
         root, n, make = arguments.rank_of(root, self.nranks), self.nranks, arguments.gather
         return self._collectives.start(stream, async_op, make, x, out, root, self.rank, n)
@@ -566,8 +567,8 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            Also if a rank other than `root` passes another number of elements than `root` expects
-            from it; this revokes the communicator on every rank.
+            Also if the number of elements that a rank passes differs from the number that `root`
+            expects from this rank; this revokes the communicator on every rank.
 
         Notes
         -----
@@ -653,8 +654,8 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            Also if a rank other than `root` passes an `out` of another size than `root` sends to
-            it; this revokes the communicator on every rank.
+            Also if the size of `out` on a rank differs from the size of the part that `root` sends
+            to this rank; this revokes the communicator on every rank.
 
         Notes
         -----
@@ -674,7 +675,7 @@ class Communicator:
     def alltoall(
         self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False
     ) -> Any:
-        """Send one equal part of `x` to every rank; receive one from every rank.
+        """Send one equal part of `x` to every rank; receive an equal part from every rank.
 
         Parameters
         ----------
@@ -724,7 +725,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Send a part of `x`, of any size, to every rank; receive one from every rank.
+        """Send a part of `x`, of any size, to every rank; receive a part from every rank.
 
         Parameters
         ----------
@@ -742,7 +743,7 @@ class Communicator:
         ------
         InvalidArgument
             Also if the number of elements that a rank sends to another rank differs from the number
-            expected there; this revokes the communicator on every rank.
+            that the receiver expects; this revokes the communicator on every rank.
 
         Notes
         -----
@@ -770,7 +771,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce `x` over ranks 0 to this rank, inclusive, in rank order.
+        """Reduce `x` over the ranks from 0 to this rank, inclusive, in rank order.
 
         Parameters
         ----------
@@ -782,9 +783,10 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        about log2(n) exchanges of the data if it fits one eager slice; otherwise a pipeline through
-        all ranks, if that is predicted to be faster. Each rank gets the same bits in every run with
-        the same plan, but the sum of the highest rank may round differently from an allreduce.
+        about log2(n) exchanges of the data or, if the data does not fit into one eager slice and
+        this is predicted to be faster, a pipeline through all ranks. Each rank gets the same bits
+        in every run with the same plan, but the highest rank's result may be rounded differently
+        from the result of an allreduce.
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, False)
 
@@ -810,14 +812,14 @@ class Communicator:
         Parameters
         ----------
         x, out, op
-            As for `scan`. Rank 0 has no ranks below it, so its `out` (without `out`, its `x`) is
-            not modified; if its result is a new JAX array, it has the values of `x`.
+            As for `scan`. No ranks are below rank 0, so its `out` (without `out`, its `x`) is not
+            modified; if the result on rank 0 is a new JAX array, it has the values of `x`.
 
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
-        as for `scan`; one exchange more, unless it is a pipeline. Over the network, if `x` receives
-        the result, the data is copied once, to memory that is reused across calls.
+        as for `scan`, with one more exchange unless the ranks form a pipeline. Over the network, if
+        `x` receives the result, the data is copied once, to memory that is reused across calls.
         """
         return self._collectives.start(stream, async_op, arguments.scan, x, out, op, True)
 
@@ -863,8 +865,8 @@ class Communicator:
 
         Notes
         -----
-        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*: as
-        the schedule says. The checker runs at the first use of a schedule.
+        *Collective*: all ranks; see `Communicator` for the other arguments and errors. *Cost*:
+        given by the schedule. The checker runs at the first use of a schedule.
         """
         given = (x, out, op, schedule, self.nranks)
         return self._collectives.start(stream, async_op, arguments.run_schedule, *given)
@@ -872,8 +874,9 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until all ranks have called `barrier`.
 
-        Earlier asynchronous collectives on host memory have then ended on all ranks. In a `group`,
-        the barrier takes its turn at the end of the block: the call itself does not wait.
+        When `barrier` returns, earlier asynchronous collectives on host memory have ended on all
+        ranks. Within a `group`, the call does not wait: the barrier runs at the end of the block,
+        in the order of the calls.
 
         Notes
         -----
@@ -896,15 +899,15 @@ class Communicator:
         Returns
         -------
         context manager
-            Its value is a `Group`, whose ``messages`` has the messages that the `recv` and
-            `sendrecv` calls took. The end of the block raises the error of a failed call. If the
-            block itself raises, no call runs.
+            Its value is a `Group`, whose ``messages`` contains the messages that the `recv` and
+            `sendrecv` calls received. If a call fails, the end of the block raises its error. If
+            the block itself raises, no call runs.
 
         Raises
         ------
         InvalidArgument
-            If this thread has opened a group already, or a call in it has ``async_op`` or would
-            return a new JAX array that cannot share memory with r2ccl.
+            If this thread has opened a group already, if a call in the group has ``async_op``, or
+            if it would return a new JAX array that cannot share memory with r2ccl.
         """
         return self._collectives.group()
 
@@ -937,7 +940,7 @@ class Communicator:
         tag : int
             0 or more.
         is_synchronous : bool
-            Finish only after a `recv` has taken the message, however short it is.
+            Finish only after a `recv` has taken the message, even if the message is short.
         async_op : bool
             Return a `MessageRequest` at once.
 
@@ -949,19 +952,20 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If an argument is invalid, or the message waits for its `recv` and that `recv` refuses
-            it, because of another dtype or an ``out`` with too few elements.
+            If an argument is invalid. Also if the call waits for the `recv` of the message, and
+            this `recv` refuses the message because its ``out`` has another dtype or too few
+            elements.
 
         Notes
         -----
         See `Communicator` for the other errors. A message of at most ``R2CC_EAGER_NBYTES`` is
         short: the call copies it and does not wait for its `recv`. In shared memory, a short
-        message must also fit into half of the ring buffer from this rank to `to`, which has 1 MiB
-        with up to 32 ranks, and less with more. A longer message to another rank waits for its
-        `recv`. A short one waits, too, if the short messages from this rank to `to` without a
-        `recv` would otherwise exceed 4 MiB, or 1 MiB in shared memory. *After failure*: the failure
-        of a path neither loses nor doubles a message. Messages and collectives do not wait for each
-        other.
+        message must also fit into half of the ring buffer from this rank to `to`; the buffer has
+        1 MiB with up to 32 ranks, and less with more ranks. A longer message to another rank waits
+        for its `recv`. A short message also waits if, together with it, the short messages from
+        this rank to `to` that no `recv` has taken would exceed 4 MiB, or 1 MiB in shared memory.
+        *After failure*: the failure of a path neither loses nor doubles a message. Messages and
+        collectives do not wait for each other.
         """
         begun: MessageRequest | None = self._messages.send(x, to, tag, is_synchronous, async_op)
         return begun
@@ -986,7 +990,7 @@ class Communicator:
         Parameters
         ----------
         out : array_like in host memory
-            C-contiguous and writable, of the dtype that is sent, with at least as many elements.
+            C-contiguous and writable, with the dtype of the message and at least as many elements.
         source, tag : int
             Sending rank and tag that the message must have; by default any.
         async_op : bool
@@ -1055,10 +1059,10 @@ class Communicator:
     ) -> npt.NDArray[Any]:
         """Allocate an array in memory that all ranks share, if they can share memory.
 
-        Most collectives on more than some KiB copy less data if, on every rank, their input is such
-        an array or a part of one; in an `allreduce`, also the output. The array is an ordinary
-        NumPy array; ``torch.from_numpy`` and DLPack can share its memory. Collectives of other
-        communicators treat it as any other array.
+        Most collectives on more than some KiB copy less data if their input on every rank is such
+        an array or a part of such an array; for `allreduce`, this also holds for the output. The
+        array is an ordinary NumPy array; ``torch.from_numpy`` and DLPack can share its memory.
+        Collectives of other communicators treat it like any other array.
 
         Parameters
         ----------
@@ -1072,28 +1076,29 @@ class Communicator:
         Returns
         -------
         ndarray
-            C-contiguous and uninitialized. Valid as long as it or a view of it exists,
-            also after the communicator has ended.
+            C-contiguous and uninitialized. The memory stays valid while the array or a view of the
+            array exists, also after the communicator has ended.
 
         Raises
         ------
         InvalidArgument
-            If an argument is not as described, or the ranks share memory and request different
-            numbers of pages (then raised on all ranks). The communicator stays usable.
+            If an argument is not as described. Also, on all ranks, if the ranks share memory and
+            request different numbers of pages. The communicator stays usable.
         TransportError
-            If memory or descriptors are exhausted on any rank, two ranks cannot map each other's
-            memory, or 1024 of these arrays are in use; raised on all ranks, and the communicator
-            stays usable. Without shared memory, as for `register`.
+            If memory or descriptors are exhausted on any rank, if two ranks cannot map each other's
+            memory, or if 1024 of these arrays are in use. All ranks raise it, and the communicator
+            stays usable. Without shared memory, raised as by `register`.
 
         Notes
         -----
         *Collective*: all ranks; see `Communicator` for the other errors. *Cost*: about 1 ms, and
-        whole pages of memory on every rank, so allocate few large arrays and use parts of them. The
-        memory is freed by the first `empty` after all ranks have dropped their arrays in it; after
-        the end of the communicator, a rank's memory is freed when it drops its array. A forked
-        child shares the contents of this memory. If the ranks do not all share memory, as on
-        several hosts, the array has ordinary memory instead, registered as by `register`.
-        *After failure*: an output in this memory may contain zeros after a failed `allreduce`.
+        whole pages of memory on every rank, so allocate few large arrays and use parts of them.
+        After all ranks have dropped their arrays of one `empty` call, the next `empty` frees the
+        memory; after the end of the communicator, a rank's memory is freed when the rank drops its
+        array. A forked child shares the contents of this memory. If the ranks do not all share
+        memory, for example on several hosts, the array has ordinary memory instead, registered as
+        by `register`. *After failure*: an output in this memory may contain zeros after a failed
+        `allreduce`.
         """
         return self._collectives.empty(*arguments.form_of(shape, dtype, like))
 
@@ -1137,16 +1142,17 @@ class Communicator:
     ) -> Communicator | None:
         """Return a new communicator of the ranks that pass the same `color`.
 
-        The new communicator shares this one's connections, control plane and knowledge of failed
-        NICs, and may be used from another thread at the same time. An error that revokes one
-        communicator of a job revokes all of them.
+        The new communicator shares the connections, control plane and knowledge of failed NICs of
+        this communicator. Two threads may use the two communicators at the same time. An error that
+        revokes one communicator of a job revokes all communicators of the job.
 
         Parameters
         ----------
         color : int or None
             Any integer of 64 bits. None: this rank takes part in no new communicator.
         key : int
-            The ranks of the new communicator are ordered by `key`, then by their ranks in this one.
+            The ranks of the new communicator are ordered by `key`, and for equal keys by their
+            ranks in this communicator.
         timeout_s : float, optional
             Time limit of each call of the new communicator, in seconds, in place of
             ``R2CC_TIMEOUT_S``. Default: that of this communicator.
@@ -1154,9 +1160,9 @@ class Communicator:
         Returns
         -------
         Communicator or None
-            None if `color` is None. ``members`` of the new communicator has, for each of its ranks,
-            the rank in this one. The new communicator is closed by its ``close()``, or with the
-            communicator that `init` or `shrink` returned.
+            None if `color` is None. ``members`` of the new communicator contains, for each of its
+            ranks, the corresponding rank of this communicator. The new communicator is closed by
+            its ``close()``, or together with the communicator that `init` or `shrink` returned.
 
         Raises
         ------
@@ -1164,10 +1170,10 @@ class Communicator:
             If `color` or `key` is not an integer of 64 bits, `timeout_s` is not a number above 0
             and below 1e9, or a rank has too many communicators open.
         TransportTimeout
-            Also if no communicator could be made within the timeout of this communicator, because
-            a rank called late, because other threads were making communicators, or because a rank
-            had no room for another one, and other ranks had not yet closed the communicators that
-            it had closed. This communicator stays usable.
+            Also if no communicator could be made within the timeout of this communicator. Possible
+            causes: a rank called late; other threads were making communicators; or a rank had too
+            many communicators, including those that it had closed but other ranks had not yet
+            closed. This communicator stays usable.
 
         Notes
         -----
@@ -1195,8 +1201,7 @@ class Communicator:
     ) -> Communicator | None:
         """Return a new communicator of `ranks`, in this order; None on other ranks; see `split`.
 
-        *Collective*: all ranks of this communicator. They pass the same `ranks`, which must all
-        differ.
+        *Collective*: all ranks of this communicator. All pass the same `ranks`, without duplicates.
         """
         config = self.config.with_timeout(timeout_s)
         return self._collectives.joint(
@@ -1206,12 +1211,15 @@ class Communicator:
     def create_among(
         self, ranks: Sequence[int], allgather: AllgatherBytes, *, timeout_s: float | None = None
     ) -> Communicator:
-        """Return a new communicator of `ranks`, in this order; only these ranks call; see `split`.
+        """Return a new communicator of `ranks`, in this order; only these ranks must call.
+
+        See `split` for the properties of the new communicator and for other errors.
 
         Parameters
         ----------
         ranks : sequence of int
-            Different ranks of this communicator, among them this one; the same on all of them.
+            Ranks of this communicator, without duplicates and including this rank; all of `ranks`
+            pass the same sequence.
         allgather : callable
             ``allgather(data)`` returns the bytes that each of `ranks` passed, in the order of
             `ranks`. Needed because this communicator cannot exchange data among `ranks` alone;
@@ -1222,9 +1230,9 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If a number in `ranks` occurs twice or is not a rank, this rank is not among `ranks`,
-            `allgather` is not callable or returns anything but the bytes of each of `ranks`,
-            `timeout_s` is not a number above 0 and below 1e9, or one of `ranks` has too many
+            If a number in `ranks` occurs twice or is not a rank, if this rank is not among `ranks`,
+            if `allgather` is not callable or does not return the bytes of each of `ranks`, if
+            `timeout_s` is not a number above 0 and below 1e9, or if one of `ranks` has too many
             communicators open.
 
         Notes
@@ -1269,19 +1277,20 @@ class Communicator:
         rank : int
             A rank on the node of the NIC.
         nic : str or int
-            Name of the NIC, as `health` shows it: an interface (``eth2``) or an RDMA port
-            (``mlx5_0:1``, or ``mlx5_0`` for all its ports); all ranks of the node that use it stop
-            using it. Or the number of a rail; only `rank` stops using it.
+            A name or a rail number. A name, as `health` shows it, is that of an interface
+            (``eth2``) or an RDMA port (``mlx5_0:1``, or ``mlx5_0`` for all its ports); all ranks of
+            the node stop using this NIC. With a rail number, only `rank` stops using its NIC of
+            this rail.
 
         Raises
         ------
         InvalidArgument
-            If there is no such rank or NIC, if a rank would have no other rail or two ranks no
-            other common one, or with ``R2CC_MODE=failstop``. Nothing has changed.
+            If there is no such rank or NIC, if a rank would be left without a rail or two ranks
+            without a common rail, or if ``R2CC_MODE`` is ``failstop``. Nothing has changed.
         TransportTimeout
             If not all ranks have agreed within ``R2CC_TIMEOUT_S``.
         CommunicatorRevoked
-            If the communicator has ended, or another thread closes it meanwhile.
+            If the communicator has ended, or another thread closes it during the call.
         ConcurrentCalls
             If this is called in a signal handler that interrupted a blocking call, or in a function
             of `user_op`.
@@ -1312,19 +1321,20 @@ class Communicator:
 
         Notes
         -----
-        *Local*: uses the newest health that this rank knows. The next allreduce may be planned with
-        another health, the same on all ranks: an older one if the newest applies only from a later
-        collective on, or a newer one that arrives before the call. The schedules are those of the
+        *Local*: uses the newest health that this rank knows. All ranks plan the next allreduce with
+        the same health, which may be older, if the newest health applies only from a later
+        collective on, or newer, if it arrives before the call. The result covers schedules for the
         network; an allreduce in shared memory runs none of them.
         """
         return self._participant.explain(nbytes)
 
     @property
     def ncalls(self) -> int:
-        """Number of the last collective started, including those that r2ccl runs by itself.
+        """Number of the last collective started, including collectives that r2ccl runs internally.
 
-        r2ccl runs some in `r2ccl.init` and `split`, to measure the network and to share memory.
-        The numbers begin at 1; in a communicator made from another one, they may begin higher.
+        r2ccl runs collectives in `r2ccl.init` and `split`, to measure the network and to share
+        memory. The numbers begin at 1; in a communicator made from another one, they may begin
+        higher.
         """
         return self._engine.op
 
@@ -1340,14 +1350,14 @@ class Communicator:
         """Return the state of this rank's rails and their paths to other ranks, and its memory use.
 
         Ranks with which this rank has exchanged no data may be missing. ``str()`` of the report is
-        a text for people.
+        human-readable text.
         """
         return self._participant.health()
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return the last verdict on each path that this rank has diagnosed.
 
-        ``str()`` of a verdict is a text for people. The result is empty with
+        ``str()`` of a verdict is human-readable text. The result is empty with
         ``R2CC_MODE=failstop``, which does not diagnose failures.
         """
         return self._engine.reports.verdicts()
@@ -1356,22 +1366,22 @@ class Communicator:
         """Return the newest health that this rank has received, and the time of its arrival.
 
         The health covers the rails of all ranks. All ranks start to plan with it at the same
-        collective, on which they may not have agreed yet. The time is a reading of CLOCK_MONOTONIC
-        in seconds. In version 0, all rails have their full bandwidth, except those that are
-        excluded from the start; with ``R2CC_MODE=failstop`` there is no other version, and the time
-        is 0.
+        collective; the ranks may not have agreed on the number of this collective yet. The time is
+        a reading of CLOCK_MONOTONIC in seconds. In version 0 of the health, all rails have their
+        full bandwidth, except rails that are excluded from the start. With ``R2CC_MODE=failstop``,
+        version 0 is the only version, and the time is 0.
         """
         return self._participant.known_health()
 
     def pending(self) -> status.Pending:
         """Return the ranks, slices and other objects that the blocked call of this rank waits for.
 
-        ``str()`` of the result is a text for people. It names the ranks that, as far as this rank
-        knows, have not called the collective. In shared memory a rank sees who has called. Over the
-        network it learns this from the slices of a peer, or from the desync check, which asks all
-        ranks for their last call and also finds ranks that made another call. A collective starts
-        the check after ``R2CC_SUSPICION_TIMEOUT_S`` without progress and, in any case, after half
-        of ``R2CC_TIMEOUT_S``.
+        ``str()`` of the result is human-readable text. It names the ranks that, as far as this rank
+        knows, have not called the collective. In shared memory, a rank sees which ranks have
+        called. Over the network, a rank learns this from the slices of its peers, or from the
+        desync check, which asks all ranks for their last call and also finds ranks that made a
+        different call. A collective starts the check after ``R2CC_SUSPICION_TIMEOUT_S`` without
+        progress and, in any case, after half of ``R2CC_TIMEOUT_S``.
         """
         return self._engine.pending()
 
@@ -1386,10 +1396,10 @@ class Communicator:
     def dump_on_signal(self, signum: int = signal.SIGUSR1) -> None:
         """Write `dump` to ``R2CC_DUMP_FILE``, or to stderr, on every signal `signum`.
 
-        The handler also runs while the main thread is in a blocking call of r2ccl. At its end, it
-        calls the previous handler of the signal, if that is a Python function. ``close()`` or
-        ``abort()`` in the main thread restores the previous handler. ``R2CC_DUMP_SIGNAL=SIGUSR1``
-        installs the handler in `r2ccl.init`.
+        The handler also runs while the main thread is in a blocking call of r2ccl. At its end, the
+        handler calls the previous handler of the signal if that is a Python function. ``close()``
+        or ``abort()`` in the main thread restores the previous handler.
+        ``R2CC_DUMP_SIGNAL=SIGUSR1`` installs the handler in `r2ccl.init`.
 
         Raises
         ------
@@ -1398,9 +1408,9 @@ class Communicator:
 
         Notes
         -----
-        *Local*. A second call replaces the handler of the first. In a communicator made by `split`
-        and the like, the status written is that of the communicator that `init` or `shrink`
-        returned.
+        *Local*. A second call replaces the handler of the first. If this communicator was made by
+        `split`, `dup`, `create` or `create_among`, the handler writes the status of the
+        communicator that `init` or `shrink` returned.
         """
         self._job.dump_on_signal(signum)
 
@@ -1411,34 +1421,36 @@ class Communicator:
     def close(self) -> None:
         """Wait until all ranks have the data of all their calls, then release all resources.
 
-        Idempotent. `close` waits for asynchronous calls, and for blocking calls that wait behind
-        them. It acts as `abort` if any other blocking collective runs in another thread, or if it
-        is called by a signal handler that interrupted a blocking call, or by a function of
-        `user_op`. A communicator made by `split` and the like is closed alone: `close` waits for
-        the calls and messages of this rank only, and the shared connections stay open. It does not
-        wait until other ranks receive this rank's messages: a receive that takes an announced one
-        later gets a copy over the network, and raises CommunicatorRevoked in shared memory. But if
-        the asynchronous calls do not end in time, all communicators are revoked. After `close`,
-        even if it raises, no call writes to an array any more, except a call that cannot be ended,
-        for which an error is logged. While Python ends, as in a ``__del__`` method that runs then,
-        `close` waits for nothing; it logs a warning if other ranks may therefore report this rank
-        as lost.
+        Idempotent. `close` waits for asynchronous calls, and for blocking calls queued behind them.
+        It acts as `abort` if another thread runs any other blocking collective, or if `close` is
+        called by a signal handler that interrupted a blocking call, or by a function of `user_op`.
+
+        After `close`, even if it raises, no call writes to an array, except a call that cannot be
+        ended; an error is logged for such a call. While the Python interpreter exits, for example
+        in a ``__del__`` method, `close` does not wait; it logs a warning if other ranks may
+        therefore report this rank as lost.
+
+        A derived communicator, that is, one made by `split`, `dup`, `create` or `create_among`, is
+        closed alone: `close` waits only for the calls and messages of this rank, and the shared
+        connections stay open. If the asynchronous calls do not end in time, all communicators are
+        revoked. `close` does not wait until other ranks receive the messages of this rank. A later
+        receive of an announced message gets a copy over the network, but raises CommunicatorRevoked
+        in shared memory.
 
         Raises
         ------
         TransportTimeout
-            If asynchronous calls did not end, or some rank did not confirm its data or call
-            `close`, each within ``R2CC_INIT_TIMEOUT_S``; the message names the ranks. For a
-            communicator made by `split` and the like, also if its messages did not end within
-            ``R2CC_TIMEOUT_S``.
+            If asynchronous calls did not end, a rank did not confirm its data, or a rank did not
+            call `close`, each within ``R2CC_INIT_TIMEOUT_S``; the message names the ranks. For a
+            derived communicator, also if its messages did not end within ``R2CC_TIMEOUT_S``.
         InvalidArgument
-            If another rank has called a collective that this rank has not; raised on every rank.
+            If another rank has called a collective that this rank has not called; raised on every
+            rank.
         NoHealthyRail, PeerLost, CommunicatorRevoked
-            If the communicator failed during `close`; for the communicator of the whole job, also
-            if it failed before, and no call of this rank has raised the error.
+            If the communicator failed during `close`. For the communicator of the whole job, also
+            if it failed before `close` and no call of this rank has raised the error.
         TransportError
-            If resources of a GPU could not be freed, for a communicator made by `split` and the
-            like.
+            If GPU resources of a derived communicator could not be freed.
         CommunicatorRevoked
             If an asynchronous call failed and no call has raised its error yet.
 
@@ -1463,9 +1475,9 @@ class Communicator:
 
         Notes
         -----
-        *Local*; callable in any thread and in a signal handler. Running calls on all ranks end with
-        `CommunicatorRevoked`; all other communicators of the job end, too. Idempotent. Does nothing
-        in a forked child.
+        *Local*; callable in any thread and in a signal handler. Idempotent. Running calls on all
+        ranks end with `CommunicatorRevoked`; all other communicators of the job end, too. In a
+        forked child, `abort` does nothing.
         """
         self._job.abort(arguments.reason_of(why))
 
@@ -1484,8 +1496,8 @@ class Communicator:
 
         Notes
         -----
-        *Local*; callable in any thread and in a signal handler, does not wait. Every running and
-        every later call on all ranks ends with `CommunicatorRevoked`, also on all other
+        *Local*; callable in any thread and in a signal handler. The call does not wait. Every
+        running or later call on every rank ends with `CommunicatorRevoked`, also on all other
         communicators of the job. If the communicator has ended already, its first reason stays.
         """
         self._participant.revoke(arguments.reason_of(why))
@@ -1494,8 +1506,8 @@ class Communicator:
         """Return a new communicator of the surviving ranks.
 
         Call it after `PeerLost`, or after a `CommunicatorRevoked` that a `PeerLost` on another rank
-        caused. A communicator that still works is revoked first. This communicator is closed, also
-        if `shrink` raises, except in the cases stated below.
+        caused. A communicator that still works is revoked first. `shrink` closes this communicator,
+        even if it raises an error, except in the cases stated under InvalidArgument.
 
         Parameters
         ----------
@@ -1514,10 +1526,10 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If `quorum` is unknown, this communicator was made by `split` and the like, or
-            ``R2CC_DUMP_SIGNAL`` is set and this is not the main thread; in these cases, this
-            communicator stays as it is. Also if the excluded NICs leave a surviving rank no rail,
-            or two of them no common rail.
+            If `quorum` is unknown, if this communicator was made by `split`, `dup`, `create` or
+            `create_among`, or if ``R2CC_DUMP_SIGNAL`` is set and this is not the main thread; in
+            these cases, this communicator stays as it is. Also if the excluded NICs leave a
+            surviving rank without a rail, or two surviving ranks without a common rail.
         NoQuorum
             If too few ranks survive.
         TransportTimeout
@@ -1532,10 +1544,10 @@ class Communicator:
         Notes
         -----
         *Collective*: all surviving ranks. *Cost*: each rank broadcasts three messages, or more if
-        ranks are lost meanwhile, and the survivors connect. The ranks may have failed in different
-        calls. To find the last step that all of them have completed, reduce their step numbers with
-        MIN over the new communicator. Faults planned with `r2ccl.testing` are not injected into the
-        new communicator.
+        ranks are lost during `shrink`, and the survivors connect. The survivors may have failed in
+        different calls. To find the last step that all survivors have completed, reduce their step
+        numbers with MIN over the new communicator. Faults planned with `r2ccl.testing` are not
+        injected into the new communicator.
         """
         return self._job.shrink(self._participant, quorum, self._assemble)
 

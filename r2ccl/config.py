@@ -466,9 +466,10 @@ def parse_failures(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def _published_failures(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return ``failed_nics`` from R2CC_FAILED_HCA and R2CC_FAILED_NODE of the published R2CCL.
+    """Return a dict with ``failed_nics`` from R2CC_FAILED_HCA and R2CC_FAILED_NODE.
 
-    The result is a dict with this setting; it is empty if the variables name no NIC.
+    The published R2CCL implementation reads these two variables. The dict is empty if they name no
+    NIC.
 
     Raises
     ------

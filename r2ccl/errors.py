@@ -2,11 +2,11 @@
 
 Transports translate errors of the operating system and of verbs into these exceptions once, at
 their edge, with ``raise ... from exc``. `describe_os_error` and `describe_errno` add advice if a
-resource is exhausted. They open no file descriptor, so they work when none is left.
+resource is exhausted. Both work when no file descriptor is left, because they open none.
 
 Convention: the message of an error names the rank that raises it and, if involved, the peer and the
 rail. The message of an `InvalidArgument` about one argument names the argument instead of the rank.
-If the reader can do something, the message ends with it.
+If the reader can correct the cause, the message ends with the action to take.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ScheduleError(R2cclError):
 
 
 class TransportError(R2cclError):
-    """Failure of a path or device, or lack of memory or of something else that the call needs.
+    """Failure of a path or device, or lack of memory or another resource that the call needs.
 
     Links recover from broken paths, so a broken path raises this error only with
     ``R2CC_MODE=failstop``.
@@ -85,7 +85,8 @@ class TransportError(R2cclError):
     rank, peer, rail : int or None
         Rank that raises the error, and peer and rail of the path; None: not known, or not involved.
     status : str
-        Decoded status: an errno name, a work completion status, ``"CARRIER_DOWN"`` ... Empty: none.
+        Decoded status, for example an errno name, a work completion status or ``"CARRIER_DOWN"``;
+        empty if there is none.
     """
 
     def __init__(
@@ -129,9 +130,9 @@ class NoHealthyRail(R2cclError):
     ----------
     rank, peer : int
     since_s : float
-        Time for which there has been no path, in seconds.
+        Time without a path to the peer, in seconds.
     causes : dict of int to str
-        Evidence of each path's failure, by rail.
+        Evidence of the failure of each path, by rail.
     """
 
     def __init__(self, *, rank: int, peer: int, since_s: float, causes: dict[int, str]) -> None:
@@ -160,10 +161,11 @@ class PeerLost(R2cclError):
     why : str
         Evidence of the loss.
     host : str
-        Host of `peer`; empty, or ``(none)`` as on a host without a name: not known.
+        Host of `peer`. Empty if not known; ``(none)``, the name of a host without a name, also
+        counts as not known.
     last_op : int or None
-        Number of the last collective in which a frame of `peer` arrived over the network; 0: none,
-        None: not known. Only collectives of the job's first communicator count.
+        Number of the last collective in which a frame of `peer` arrived over the network; 0 if no
+        frame arrived, None if not known. Only collectives of the job's first communicator count.
     is_met : bool
         False if `peer` was lost during `r2ccl.init`. There is no communicator then, so the message
         does not suggest `shrink`.
@@ -239,10 +241,10 @@ class NoQuorum(R2cclError):
 class CommunicatorRevoked(R2cclError):
     """Use of a communicator that was revoked or closed, or revocation during a call.
 
-    ``reason`` is the earlier error of r2ccl that revoked the communicator. It is None if there was
-    no such error, as on a closed communicator, or if this exception is itself the first error. It
-    is also None if an exception of another kind, for example of a user's operation, ended an
-    asynchronous call; that exception is ``__cause__``.
+    ``reason`` is the earlier error of r2ccl that revoked the communicator. ``reason`` is None if
+    there was no such error, as on a closed communicator, or if this exception is itself the first
+    error. If another exception, for example one raised by a user's operation, ended an asynchronous
+    call, ``reason`` is also None, and the other exception is ``__cause__``.
     """
 
     def __init__(self, message: str, *, reason: BaseException | None = None) -> None:
@@ -251,19 +253,21 @@ class CommunicatorRevoked(R2cclError):
 
 
 class ConcurrentCalls(R2cclError):
-    """Call made while another call is in progress that excludes it.
+    """Call that is not allowed while an earlier call is in progress.
 
-    The two calls are blocking collectives of one communicator in different threads, or calls of one
-    `LaunchPool`; or the later call is made within the earlier one, by a signal handler or by a
-    function of `user_op`. Or both are collectives on device memory, blocking or asynchronous, and
-    one thread is just starting the earlier one. The later call is rejected before it starts; the
-    earlier one continues. Blocking collectives in different threads are queued instead while
-    asynchronous ones are running.
+    The later call is rejected before it starts; the earlier call continues. The two calls are:
+
+    - blocking collectives of one communicator in different threads; while asynchronous collectives
+      run, such calls are queued instead;
+    - calls of one `LaunchPool`;
+    - collectives on device memory, blocking or asynchronous, if a thread is still starting the
+      earlier call; or
+    - a call and a later call made within it, by a signal handler or by a function of `user_op`.
     """
 
 
 class InternalError(R2cclError):
-    """Violation of an invariant, which is a defect of r2ccl: please report it with the message."""
+    """Violation of an invariant: a defect of r2ccl; please report it with the message."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}; please report this bug of r2ccl, with the logs of all ranks"

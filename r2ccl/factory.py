@@ -186,7 +186,7 @@ def init(
 
 @contextmanager
 def _exhaustion_explained(who: str) -> Iterator[None]:
-    """Translate OSErrors of exhausted resources to `TransportError`; `who` is a rank or process."""
+    """Translate OSErrors of exhausted resources to `TransportError`, whose message names `who`."""
     try:
         yield
     except OSError as exc:
@@ -200,10 +200,10 @@ def _exhaustion_explained(who: str) -> Iterator[None]:
 
 @contextmanager
 def _dump_signal_answered(config: Config) -> Iterator[None]:
-    """Handle ``R2CC_DUMP_SIGNAL`` in a ``with`` block, if the setting names a signal.
+    """Handle the signal of ``R2CC_DUMP_SIGNAL``, if one is set, within a ``with`` block.
 
-    `init` connects within the block: without this handler, the signal would end the process until
-    the communicator has its own handler.
+    `init` connects within the block. The communicator does not have its own handler yet, so without
+    this handler the signal would end the process.
     """
     if not config.dump_signal:
         yield
@@ -261,10 +261,11 @@ def _assemble(
 def _open_transport(
     control: bootstrap.ControlPlane, config: Config, hcas: Sequence[Hca]
 ) -> tuple[Transport, PxnTransport | None]:
-    """Open the TCP transport and, if every rank has RDMA ports, the verbs transport beside it.
+    """Open the TCP transport and, if every rank has RDMA ports, also the verbs transport.
 
-    Return the transport to use, and the part of it that can use PXN routes, which pass through the
-    memory of other GPUs. The part is None if RDMA is not used or the CUDA bindings are missing.
+    Return the transport to use, and the part of this transport that can use PXN routes, which pass
+    through the memory of other GPUs. The part is None if RDMA is not used or the CUDA bindings are
+    missing.
     """
     tcp = TcpTransport(
         control.rank,
@@ -311,8 +312,8 @@ def choose_hcas(hcas: Sequence[Hca], pattern: str, nranks: int) -> tuple[Hca, ..
     Raises
     ------
     InvalidArgument
-        If `select_hcas` refuses `pattern`, or if `pattern` names ports, but pyverbs is not
-        installed.
+        If `select_hcas` refuses `pattern`. Also if pyverbs is not installed, and `pattern` names
+        ports.
     """
     chosen = select_hcas(hcas, pattern)
     names = NameFilter(pattern, variable="R2CC_HCA")
@@ -333,7 +334,7 @@ def choose_hcas(hcas: Sequence[Hca], pattern: str, nranks: int) -> tuple[Hca, ..
 
 
 def _is_usable(hca: Hca, nranks: int, names: NameFilter) -> bool:
-    """Return whether `hca` can be opened and serve `nranks` ranks; log why if not."""
+    """Return whether `hca` can be opened and serve `nranks` ranks; if not, log the reason."""
     from r2ccl.transport.verbs.device import room
 
     try:

@@ -219,12 +219,13 @@ class CallSignature(msgspec.Struct, frozen=True):
     Sent with every slice, except over RDMA, where a cleared slice has them in its clear-to-send.
     ``count`` is the number of elements of the whole buffer, all ranks' parts together; for a
     collective in `PAIRWISE` it is 0 or, in a slice, the number of elements that the sender of the
-    slice sends to its receiver in the call. Collectives that do not reduce have ``op`` SUM, and
-    those without a root have ``root`` 0, except in three cases in which ``root`` is made from a
-    digest (see `with_digest`): an allreduce runs a schedule of the caller, an allreduce joins
-    several allreduces of a group, or the parts of a collective in `PARTED` differ in size (in an
-    allgatherv on GPU memory, also if they are equal). ``user`` is the digest of a user-defined
-    operation, else 0.
+    slice sends to its receiver in the call. ``user`` is the digest of a user-defined operation,
+    else 0. Collectives that do not reduce have ``op`` SUM. Collectives without a root have ``root``
+    0, except in three cases, in which ``root`` is made from a digest (see `with_digest`):
+
+    - an allreduce that runs a schedule of the caller
+    - an allreduce that joins several allreduces of a group
+    - a collective in `PARTED` whose parts differ in size, and every allgatherv on GPU memory
     """
 
     collective: int

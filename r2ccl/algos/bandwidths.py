@@ -23,7 +23,7 @@ class Straggler(NamedTuple):
 
 
 def require_positive(bandwidths: Sequence[int]) -> None:
-    """Raise unless there is at least one bandwidth and all are 1 or more.
+    """Check that `bandwidths` is not empty and that all values are 1 or more.
 
     Raises
     ------
@@ -37,7 +37,7 @@ def require_positive(bandwidths: Sequence[int]) -> None:
 
 
 def straggler_of(bandwidths: Sequence[int]) -> Straggler:
-    """Return the slowest rank; of several equally slow ranks, the one with the lowest number.
+    """Return the `Straggler` of all ranks; of equally slow ranks, the rank with the lowest number.
 
     Raises
     ------

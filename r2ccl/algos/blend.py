@@ -28,7 +28,7 @@ class BlendPart(NamedTuple):
     sent, received : tuple of Fraction
         Data that each rank sends and receives, as a multiple of the part's data.
     nops : int
-        Largest number of ops of one rank.
+        Maximum number of ops per rank.
     ops_of : callable
         ``ops_of(rank)`` returns the ops of `rank`.
     """
@@ -53,7 +53,7 @@ def blend(
     parts : sequence of BlendPart
         Parts with the same number of ranks.
     shares : sequence of Fraction
-        Share of each part in the buffer; they add up to 1. Parts with share 0 are left out.
+        Share of the buffer for each part. The shares add up to 1; parts with share 0 are left out.
     nchannels : sequence of int
         Number of channels of each part, among which its share is divided equally. Channels are
         numbered part by part.
@@ -106,7 +106,7 @@ def _whole(shares: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _busiest(loads: Sequence[Sequence[Fraction]]) -> Fraction:
-    """Return the largest sum of one rank's loads over all parts."""
+    """Return the load of the busiest rank: the sum of its loads in all parts."""
     return max(sum(each, Fraction(0)) for each in zip(*loads, strict=True))
 
 

@@ -4,11 +4,11 @@ If rails are separate networks, two nodes that have lost different rails may hav
 A ring is still possible in an order in which no two such nodes are neighbors.
 
 The order is found by repeated reversals. A gap in the ring is a pair of neighbors a, b that share
-no rail. While the ring has a gap, find neighbors c, d further along the ring such that a shares a
-rail with c, and b with d, and reverse the piece from b to c. Each reversal closes a gap and opens
-none, so the procedure ends. Such a pair c, d always exists under Ore's condition: for any two nodes
-without a common rail, the numbers of nodes with which they share a rail add up to at least the
-number of all nodes.
+no rail. While the ring has a gap, find neighbors c, d further along the ring such that a and c
+share a rail, and b and d share a rail. Then reverse the piece from b to c. Each reversal closes a
+gap and opens none, so the procedure ends. Such a pair c, d always exists under Ore's condition: for
+any two nodes without a common rail, the numbers of nodes with which they share a rail add up to at
+least the number of all nodes.
 
 Steps, bytes and time are those of a ring, which is as slow as its slowest node. Use a bridged ring
 if all nodes have about the same bandwidth but some pairs share no rail. `bridge` can also order the
@@ -66,7 +66,7 @@ def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
     Raises
     ------
     InvalidArgument
-        If no such ring was found. One may still exist, if Ore's condition does not hold.
+        If no such ring was found. Such a ring may still exist if Ore's condition does not hold.
 
     Notes
     -----

@@ -1,9 +1,9 @@
 """Direct exchanges: every part travels from its source to its destination in one step.
 
-In the alltoall, rank r sends one part to each of the ranks r + 1, r + 2, ..., and receives one from
-each of the ranks r - 1, r - 2, ..., in this order. Ranks that proceed at the same pace thus never
-send to the same rank at the same time. In the gather, each rank except the root sends its part to
-the root; in the scatter, the root sends a part to each of these ranks.
+In the alltoall, rank r sends one part to each of the ranks r + 1, r + 2, ..., and receives one part
+from each of the ranks r - 1, r - 2, ..., in this order. Ranks that proceed at the same pace thus
+never send to the same rank at the same time. In the gather, each rank except the root sends its
+part to the root; in the scatter, the root sends a part to each of these ranks.
 
 Steps: 1. Bytes on the wire: every part once, except the parts that a rank has for itself; no rank
 forwards parts of others.
@@ -76,7 +76,7 @@ def lower_bound(sizes: Sequence[Sequence[int]], ports: Sequence[Sequence[int]]) 
     The bound is the longest of these times: the time in which a rank can send all its parts through
     its ports, the time in which it can receive all its parts, and the time in which a part can
     cross the common rails of its two ranks. For two ranks without a common rail, only the first two
-    times count, because their data takes another way.
+    times count, because a bypass carries their data.
 
     Parameters
     ----------

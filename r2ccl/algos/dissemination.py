@@ -1,13 +1,13 @@
 """Dissemination allgather and reduce-scatter in ceil(log2 n) steps; allreduce runs both.
 
 In step k of the allgather, rank r sends the 2^k parts of ranks r, r + 1, ... to rank r - 2^k, and
-receives as many from rank r + 2^k; in the last step only the parts still missing are sent. The
+receives 2^k parts from rank r + 2^k; in the last step only the parts still missing are sent. The
 reduce-scatter runs these steps backwards, the largest distance first, and reduces the parts it
 receives. Parts are sent in the order in which they arrive, so that steps overlap.
 
-Steps: ceil(log2 n) for each of the two; the longest chain of dependent messages has floor(log2 n)
-messages. Bytes on the wire: every rank sends and receives (n - 1)/n of the data in each of the two,
-as in a ring.
+Steps: ceil(log2 n) each for the allgather and the reduce-scatter; the longest chain of dependent
+messages has floor(log2 n) messages. Bytes on the wire: every rank sends and receives (n - 1)/n of
+the data in each of them, as in a ring.
 
 Dissemination beats a ring if the latency of n - 1 steps exceeds the time to transfer the data. More
 than a third of what a rank sends goes to a single distant rank, so dissemination suits networks

@@ -16,9 +16,9 @@ to node; otherwise ranks could end with different sums.
 Data is reduced in a fixed order, independent of timing: within a node, the leader's data first,
 then that of the other members in their order.
 
-Steps: those of the inner schedule, plus one message up and one down. Bytes on the wire between
-nodes: those of the inner schedule. Within a node of L ranks that lead equal shares, each rank sends
-and receives 2(L - 1)/L of the data.
+Steps: those of the inner schedule, plus one message to the leader and one from the leader. Bytes on
+the wire between nodes: those of the inner schedule. Within a node of L ranks that lead equal
+shares, each rank sends and receives 2(L - 1)/L of the data.
 
 Use it if nodes have several ranks: each byte then crosses the network for only one rank per node.
 """
@@ -66,9 +66,9 @@ def wrap(
     Notes
     -----
     *Cost*: generates the ops of all ranks once to compute the cost, because the inner schedule
-    declares the load of its busiest node but not which node that is. This is not needed with
-    `carried` if there are two nodes or more, all nodes have the same number of ranks, and all
-    channels the same number of chunks.
+    declares the load of its busiest node but not which node that is. The ops are not generated if
+    `carried` is given, there are at least two nodes, all nodes have the same number of ranks, and
+    all channels have the same number of chunks.
     """
     teams = [tuple(team) for team in members]
     _require_teams(inner, teams)
@@ -142,8 +142,7 @@ def _follow(inner: Sequence[Op], leader: int) -> tuple[Op, ...]:
 def _lead(inner: Sequence[Op], others: Sequence[int], leaders: Sequence[int]) -> tuple[Op, ...]:
     """Return the ops of a leader: reduce the members' data, run the inner ops, send the results.
 
-    If there is only one node, and it has other members, the inner ops are left out: the node's sum
-    is the result.
+    If the only node has several members, the inner ops are left out: the node's sum is the result.
     """
     is_only_node = len(leaders) == 1
     program = ProgramBuilder()

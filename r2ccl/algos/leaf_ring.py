@@ -1,9 +1,9 @@
-"""Leaf ring: ring allreduce among the fast ranks; slow ranks exchange data with it as leaves.
+"""Leaf ring: ring allreduce among the fast ranks; the slow ranks are leaves of the ring.
 
 An allreduce takes at least 2(n - 1) transfers of each byte. In a ring each rank makes 2(n - 1)/n of
 them, so a ring is as slow as its slowest rank. Here m ranks, the core, form the ring, and the other
-ranks are leaves. A leaf sends and receives each byte once, which is the minimum. A leaf with
-bandwidth left also relays for the core; it then sends and receives a byte twice.
+ranks are leaves. A leaf sends and receives each byte once, which is the minimum. A leaf with spare
+bandwidth also relays for the core; it then sends and receives a byte twice.
 
 The data is divided into segments, and each segment into m sections, one per position in the ring.
 The section that starts at position p is reduced along positions p, p + 1, ... and ends at its
@@ -18,17 +18,16 @@ positions p + 1 and p - 3, and so on.
 A core rank sends and receives (n + m - 2 - r)/m of the data, where r is the mean number of leaves
 that relay in a segment. A leaf sends and receives the data once, and twice in segments in which it
 relays. `r2ccl.algos.roles` chooses the leaves and how often they relay. With one straggler, and
-mostly with several, this takes the time `packed_trees.lower_bound`, apart from latency and from the
-two phases below that do not overlap.
+usually with several, the time is `packed_trees.lower_bound`, plus latency and the time of the two
+phases below that do not overlap.
 
 Segments overlap. On each link, the reduce-scatter of a segment comes before the remaining phases of
 earlier segments, so that the core has other work while it waits for a slow leaf. Two phases do not
-overlap with the exchange of any segment with the leaves: the reduce-scatter of the first segment,
-for which the leaves wait, and the allgather of the last segment. Both are shorter with more
-segments.
+overlap with any exchange with the leaves: the reduce-scatter of the first segment, for which the
+leaves wait, and the allgather of the last segment. Both are shorter with more segments.
 
 Steps: let h be m minus the number of leaves that relay in a segment. One segment takes 2(h - 1)
-dependent messages, but at least 2 if there is a leaf, and at least 4 if one relays. Each further
+dependent messages, but at least 2 if there is a leaf, and at least 4 if a leaf relays. Each further
 segment adds up to 2(h - 2), or less than 1 on average if h is 1 or 2. Bytes on the wire: as above.
 
 Use it for large messages with few stragglers among many ranks. Every leaf must share a rail with
@@ -110,7 +109,7 @@ def part(nranks: int, core: Sequence[int], relays: Sequence[Sequence[int]] = (()
     core : sequence of int
         Ranks of the core in ring order. A single rank is the hub of a star.
     relays : sequence of sequence of int
-        For each segment, the leaves that relay in it: fewer leaves than `core` has ranks.
+        For each segment, the leaves that relay in it; their number must be below ``len(core)``.
 
     Returns
     -------
@@ -120,9 +119,9 @@ def part(nranks: int, core: Sequence[int], relays: Sequence[Sequence[int]] = (()
     Raises
     ------
     InvalidArgument
-        If `core` is empty, or contains a rank twice or one that does not exist; if `relays` has no
-        segment; or if the relays of a segment are not all different, are not all leaves, or are not
-        fewer than the ranks of `core`.
+        If `core` is empty, or contains a rank twice or a number that is not a rank; if `relays` has
+        no segment; or if the relays of a segment are not all different, are not all leaves, or are
+        not fewer than the ranks of `core`.
     """
     ring = tuple(core)
     size = len(ring)
@@ -232,7 +231,10 @@ def _leaf_ops(core: Sequence[int], rank: int, segments: Sequence[_Segment]) -> t
 
 
 def _overlapped(segments: Sequence[_T]) -> Iterator[tuple[Sequence[_T], ...]]:
-    """Yield, for each turn, the segments (none or one each) to reduce, complete and allgather."""
+    """Yield, for each turn, three sequences: the segments to reduce, to complete and to allgather.
+
+    Each sequence has at most one segment.
+    """
     for turn in range(len(segments) + _GATHER_LAG):
         yield tuple(
             segments[max(turn - lag, 0) : max(turn - lag + 1, 0)]

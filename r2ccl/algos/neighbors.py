@@ -2,12 +2,12 @@
 
 Rings and chains in rank order connect consecutive ranks. Recursive doubling, dissemination and
 binary trees connect ranks at distances of powers of two; recursive doubling uses further distances
-if the number of ranks is no power of two. If nodes have several ranks, such schedules also run
-among nodes, so ranks whose nodes are a power of two apart, with the same place in their nodes, are
+if the number of ranks is not a power of two. If nodes have several ranks, such schedules also run
+among nodes. Ranks at the same position in nodes that are a power of two apart are therefore
 included too. A rank thus has about 2 log2(n) neighbors, and up to twice as many with several ranks
-per node. Further pairs are not included: those of other schedules, such as direct exchanges, packed
-trees and all that are made for a degraded network; the further distances of recursive doubling
-among nodes; and, within a node, pairs at other distances that hierarchical schedules connect.
+per node. Not included are the pairs of other schedules, such as direct exchanges, packed trees and
+the schedules for a degraded network; the further distances of recursive doubling among nodes; and
+other pairs within a node that hierarchical schedules connect.
 """
 
 from __future__ import annotations

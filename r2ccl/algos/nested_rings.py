@@ -25,8 +25,8 @@ therefore `packed_trees.lower_bound` for all bandwidths. This ignores latency an
 of the rings, and assumes that the rings share every port in exactly these proportions. If all flows
 share a port equally, as is common, the rings finish one after the other and take longer.
 
-Steps: the most that any ring with a share takes. Bytes on the wire: if ring 1 has a share, T b for
-a node with bandwidth b.
+Steps: the maximum over the rings that have a share. Bytes on the wire: if ring 1 has a share, T b
+for a node with bandwidth b.
 
 The published algorithm uses the same recursion over subsets of faster nodes, but adds the slow
 nodes' data afterwards. Nested rings reach the lower bound in cases in which `leaf_ring` does not,

@@ -15,9 +15,9 @@ while it receives another and the healthy ranks work on a third. On the links of
 reduce-scatter of segment i comes before the allgather of segment i - 2.
 
 The straggler sends and receives D bytes, which is the minimum; the healthy ranks send and receive
-(2n - 3)/(n - 1) D. If the straggler takes longer than the healthy ranks, that is
-l = 1/(1 - X) >= (2n - 3)/(n - 1), the time is l (k + 1)/k D/B, as published: the straggler waits
-for its first segment only.
+(2n - 3)/(n - 1) D. Let l be 1/(1 - X). The straggler takes at least as long as the healthy ranks if
+l >= (2n - 3)/(n - 1). The time is then l (k + 1)/k D/B, as published: the straggler waits for its
+first segment only.
 
 Steps: 2n - 2 dependent messages for one segment. Each further segment adds about 2n - 6, but less
 than 1 on average if n is 3, and none if n is 2. Bytes on the wire: as above.
@@ -176,8 +176,8 @@ def _overlapped(
 def _steps(nranks: int, segments: Sequence[_Segment]) -> int:
     """Return the number of messages on the longest chain of dependent messages.
 
-    The links of the ring handle one pass around the ring after the other. A pass starts after the
-    previous pass, or when its data is ready, whichever is later.
+    The links of the ring handle the passes around the ring one after another. A pass starts after
+    the previous pass, or when its data is ready, whichever is later.
     """
     nhops = nranks - 2
     if nhops < 1:

@@ -1,12 +1,12 @@
 """Packed trees: allreduce for nodes of arbitrary bandwidths.
 
-If a byte is reduced up one spanning tree and broadcast down again, a node sends and receives it as
-often as it has edges in that tree: its degree. An allreduce over c trees, each with 1/c of the
-data, therefore takes the time of the node with the largest ratio of total degree to bandwidth. The
-trees are built in three steps:
+If a byte is reduced up one spanning tree and broadcast down again, a node sends and receives the
+byte once per edge. The number of its edges is its degree. An allreduce over c trees, each with 1/c
+of the data, therefore takes the time of the node with the largest ratio of total degree to
+bandwidth. The trees are built in three steps:
 
 1. Compute the mean degree of every node (`degrees`): in proportion to its bandwidth, at least 1
-   (every tree contains the node) and at most n - 1, with the sum 2(n - 1) of a tree's degrees.
+   (every tree contains the node) and at most n - 1. The sum is 2(n - 1), as in a tree.
 2. Round the total degree of each node over all trees. Then assign edges tree by tree, always to the
    node that lags most behind an even distribution of its total over the trees. Edges are assigned
    in pairs where possible, as in a double binary tree: many single edges would make long paths;
@@ -16,8 +16,8 @@ trees are built in three steps:
 With equal bandwidths this nearly reaches the bandwidth of a ring, at the height of a binary tree. A
 node that lost bandwidth is a leaf in more trees.
 
-The lower bound (`lower_bound`) holds for every schedule that does not encode data and for nodes
-whose rails act as one port: each node sends and receives all the data at least once, and each byte
+The lower bound (`lower_bound`) holds for every schedule that does not encode data, if the rails of
+each node act as one port: each node sends and receives all the data at least once, and each byte
 takes n - 1 transfers to be reduced and n - 1 to be distributed. Packed trees approach the bound
 with many trees and many slices.
 
@@ -131,8 +131,8 @@ def pack_rooted(rooms: Sequence[int], ntrees: int, root: int) -> tuple[tree.Pare
 
     Every node except the root has one edge to its parent in each tree, so its number of edges to
     children determines its load. Over all trees, a node gets edges to children about in proportion
-    to `rooms`, mostly in pairs, so that the trees are flat. The root gets at least one in each
-    tree.
+    to `rooms`, mostly in pairs, so that the trees are flat. The root gets at least one such edge in
+    each tree.
 
     Parameters
     ----------
@@ -211,7 +211,7 @@ def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
 
 
 def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None) -> tree.Parents:
-    """Return a flat tree with the given degrees; without `reach`, the flattest one.
+    """Return a flat tree with the given degrees; without `reach`, the flattest tree.
 
     Nodes are added in order of degree, largest first, as far as `reach` allows. The parent of a
     node is the earliest added node that it reaches and that has a free edge, that is, fewer edges
@@ -225,7 +225,7 @@ def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None)
         Node that comes first among nodes of equal degree; the others follow in cyclic order.
     reach : callable, optional
         As for `allreduce`. If no node outside the tree shares a rail with a node that has a free
-        edge, a node is added below one without a free edge; degrees then differ from `wanted`.
+        edge, a node is added below a node without a free edge; degrees then differ from `wanted`.
 
     Raises
     ------
@@ -334,7 +334,7 @@ def _take(
     urgency: Callable[[int], int],
     is_fit: Callable[[int], bool],
 ) -> int:
-    """Move edges from `left` to `row`, `number` at a time, until at most `end` are `missing`.
+    """Move edges from `left` to `row`, `number` at a time, while more than `end` are `missing`.
 
     Each time, the edges are taken from the node with the largest `urgency` among the nodes whose
     number of edges in `left` satisfies `is_fit`; if there is no such node, among all nodes that

@@ -62,7 +62,7 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
     ------
     InvalidArgument
         If the rails do not connect all nodes; if `shares` is empty, its rows are empty or differ in
-        length, or a share is no integer or out of range; or if `most` is below 1.
+        length, or a share is not an integer or out of range; or if `most` is below 1.
     """
     if most < 1:
         raise InvalidArgument(f"most={most}: give 1 tree or more")

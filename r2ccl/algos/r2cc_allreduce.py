@@ -1,11 +1,11 @@
-"""R2CC-AllReduce as published: a ring of all ranks beside a ring without the straggler.
+"""R2CC-AllReduce as published: a ring of all ranks and, concurrently, a ring of the healthy ranks.
 
-One rank, the straggler, has lost the fraction X of its bandwidth B. The buffer has D bytes. Its
-share 1 - Y is reduced in the ring of all n ranks, the share Y in the ring of the m = n - 1 healthy
-ranks. After this partial allreduce, the tail adds the straggler's data for the share Y: the
-straggler sends it in K chunks to one healthy rank, the helper. The helper reduces each chunk and,
-when a chunk is complete, sends the sum along a chain of the other healthy ranks. The last of them
-sends the sum to the straggler. The times are:
+One rank, the straggler, has lost the fraction X of its bandwidth B. The buffer has D bytes. The
+share 1 - Y of the buffer is reduced in the ring of all n ranks, the share Y in the ring of the
+m = n - 1 healthy ranks. After this partial allreduce, the tail adds the straggler's data for the
+share Y: the straggler sends it in K chunks to one healthy rank, the helper. The helper reduces each
+chunk and, when a chunk is complete, sends the sum along a chain of the other healthy ranks. The
+last of them sends the sum to the straggler. The times are:
 
     T1 = 2(n - 1)/n (1 - Y) D / ((1 - X) B)     ring of all ranks
     T2 = 2(m - 1)/m Y D / (X B)                 ring of the healthy ranks, with bandwidth X B

@@ -2,11 +2,11 @@
 
 Position p in the ring sends to p + 1 and receives from p - 1. The data is divided into n sections.
 In step s of the reduce-scatter, position p sends section p - s and reduces section p - s - 1; after
-n - 1 steps its section p + 1 is complete. In step s of the allgather it sends section p + 1 - s, so
-its complete section first, and receives section p - s. Each send depends only on the receive of the
-step before, so slices of all steps are in flight at the same time.
+n - 1 steps its section p + 1 is complete. In step s of the allgather it sends section p + 1 - s,
+that is, its complete section first, and receives section p - s. Each send depends only on the
+receive of the step before, so slices of all steps are in flight at the same time.
 
-Steps: n - 1 dependent messages for the reduce-scatter, and as many for the allgather. Bytes on the
+Steps: n - 1 dependent messages for the reduce-scatter, and n - 1 for the allgather. Bytes on the
 wire: in each of the two, every rank sends and receives (n - 1)/n of the data, the minimum for equal
 ranks.
 
@@ -121,10 +121,10 @@ def add_reduce_scatter(
 def add_allgather(program: ProgramBuilder, seat: Seat, sections: Sequence[Sequence[int]]) -> None:
     """Add the ops of a ring allgather to `program`.
 
-    The rank at `seat` starts with section ``seat.place + 1``, modulo the number of sections, as a
-    ring reduce-scatter leaves it. ``sections[p]`` are the chunks of section p. The receives have
-    `Op.is_proof`: if the rank contributed to a section earlier in the program, the arrival of that
-    section proves that the contribution arrived.
+    The rank at `seat` starts with section ``seat.place + 1``, modulo the number of sections, which
+    is the result of a ring reduce-scatter. ``sections[p]`` are the chunks of section p. The
+    receives have `Op.is_proof`: if the rank contributed to a section earlier in the program, the
+    arrival of that section proves that the contribution arrived.
     """
     for step in range(seat.size - 1):
         for chunk in sections[(seat.place + 1 - step) % seat.size]:

@@ -41,7 +41,7 @@ class Roles(NamedTuple):
 def choose(bandwidths: Sequence[int]) -> Roles:
     """Choose the core, and the share that each leaf relays, for the least time.
 
-    For each bandwidth in `bandwidths`, the core of all ranks with this bandwidth or more is tried.
+    For each bandwidth, try the core that consists of all ranks with this bandwidth or more.
 
     Parameters
     ----------

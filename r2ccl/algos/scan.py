@@ -1,7 +1,8 @@
 """Scan and exscan: reductions over the ranks up to each rank, in rank order.
 
-A rank always holds the reduction of consecutive ranks, and reduces it only with that of the ranks
-just below. The reduction therefore needs to be associative, but not commutative.
+A rank always holds the reduction of consecutive ranks. It combines this reduction only with the
+reduction of the ranks just below them. The reduction therefore needs to be associative, but not
+commutative.
 
 In exchange k of `doubling`, for k = 0, 1, ..., a rank sends the reduction that it holds to the rank
 2^k above it. In the exscan by `doubling`, every rank first sends its own data to the next rank, and
@@ -13,9 +14,9 @@ rank's result. The rank reduces its own data into a copy of the result, and send
 next rank.
 
 Steps: with doubling, a scan takes ceil(log2 n) exchanges; its longest chain of dependent messages
-has as many messages, or for some n one fewer. An exscan takes one exchange, and then those of a
-scan over n - 1 ranks. A chain takes n - 1 dependent messages. Bytes on the wire: a rank sends the
-data at most once per exchange with doubling, and at most once in a chain.
+has this length or, for some n, is one message shorter. An exscan takes one exchange, and then those
+of a scan over n - 1 ranks. A chain takes n - 1 dependent messages. Bytes on the wire: a rank sends
+the data at most once per exchange with doubling, and at most once in a chain.
 
 References
 ----------

@@ -1,8 +1,8 @@
 """Collectives over one spanning tree, for networks in which some pairs of ranks share no rail.
 
-A tree needs only n - 1 pairs of neighbors. One exists whenever every two ranks are connected,
-directly or through other ranks. `span` finds a flat tree. `r2ccl.algos.tree` has allreduce,
-broadcast and reduce over a tree; this module has allgather and reduce-scatter.
+A tree needs only n - 1 pairs of neighbors. A tree exists if all ranks are connected, directly or
+through other ranks. `span` finds a flat tree. `r2ccl.algos.tree` has allreduce, broadcast and
+reduce over a tree; this module has allgather and reduce-scatter.
 
 In the allgather every rank forwards each chunk to all neighbors except the sender. In the
 reduce-scatter chunk r is reduced on its way to rank r.

@@ -162,7 +162,7 @@ def chain(order: Sequence[int]) -> Parents:
 
 
 def line(nranks: int, root: int) -> Parents:
-    """Return the tree of two chains that meet at `root`: from rank 0 and from the last rank.
+    """Return the tree of two chains to `root`, one from rank 0 and one from the last rank.
 
     Every subtree has consecutive ranks, so a reduce keeps the rank order.
     """

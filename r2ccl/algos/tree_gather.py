@@ -1,9 +1,9 @@
 """Gather and scatter over a tree, for small parts and for ranks without a common rail.
 
 In the gather every rank but the root sends its own part and those of its descendants to its parent;
-in the scatter parts travel the other way. Parts that a rank only forwards stay in scratch memory.
-In a `binomial` tree, the distance between two neighbors is a power of two, as in dissemination, so
-a call uses only connections that dissemination uses too.
+in the scatter, parts travel in the opposite direction. Parts that a rank only forwards stay in
+scratch memory. In a `binomial` tree, the distance between two neighbors is a power of two, as in
+dissemination, so a call uses only connections that dissemination uses too.
 
 Steps: the height of the tree; at most floor(log2 n) in a binomial tree. Bytes on the wire: a part
 crosses each edge between its rank and the root once.

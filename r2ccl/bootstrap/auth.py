@@ -69,7 +69,7 @@ class HandshakeRejected(R2cclError):
 
 
 class Secret:
-    """Secret of 32 bytes shared by all ranks of a job; its repr hides it, and it cannot be pickled.
+    """Secret of 32 bytes shared by all ranks of a job; hidden by ``repr`` and not picklable.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class Secret:
         ----------
         text : str
         source : str
-            Name of the variable or file that `text` is from, for the message.
+            Name of the variable or file that `text` is from, for the error message.
 
         Raises
         ------
@@ -122,11 +122,14 @@ class Secret:
             ) from None
 
     def hex(self) -> str:
-        """Return the 64 hexadecimal digits, for an environment variable or a file of mode 0600."""
+        """Return the key as 64 hexadecimal digits.
+
+        Store the digits only in an environment variable or a file of mode 0600.
+        """
         return self._key.hex()
 
     def sign(self, message: bytes) -> bytes:
-        """Return the HMAC-SHA256 (RFC 2104) of `message`."""
+        """Return the HMAC-SHA256 (RFC 2104) of `message` with this secret as the key."""
         inner, outer = self._inner.copy(), self._outer.copy()
         inner.update(message)
         outer.update(inner.digest())
@@ -236,7 +239,7 @@ class Dialer:
         return self._opening + self._claim + proof
 
     def confirm(self, answer: bytes) -> None:
-        """Check the acceptor's `answer`; the connection may be used if this does not raise.
+        """Check the acceptor's `answer`; the connection may be used if no error is raised.
 
         Raises
         ------

@@ -16,9 +16,9 @@ from r2ccl.types import BypassWay
 class Post(Protocol):
     """Sender of control messages to other ranks.
 
-    `peer` must be another rank. The message must be of a registered type, and its encoded form must
-    have at most `r2ccl.bootstrap.messages.MAX_MESSAGE_NBYTES` bytes. Otherwise `ControlPlane`
-    raises InvalidArgument; other implementations need not check.
+    The argument `peer` must be another rank. The message must be of a registered type, and its
+    encoded form must have at most `r2ccl.bootstrap.messages.MAX_MESSAGE_NBYTES` bytes. Otherwise
+    `ControlPlane` raises InvalidArgument; other implementations need not check.
 
     Attributes
     ----------
@@ -33,15 +33,16 @@ class Post(Protocol):
 
         Over a session with `peer`, messages arrive exactly once and in the order sent, unless
         `peer` or this rank is lost or leaves. Without a session, the message passes through other
-        ranks: it arrives at most once, may be lost if one of them is lost or leaves meanwhile, and
-        may be overtaken by a later message if a session is opened in between.
+        ranks: it arrives at most once, may be lost if one of these ranks is lost or leaves
+        meanwhile, and may be overtaken by a later message if a session is opened in between.
         """
         ...
 
     def broadcast(self, message: object) -> None:
         """Queue `message` for every other rank.
 
-        Each rank gets it at most once, and may miss it if ranks are lost or leave meanwhile.
+        Each rank gets the message at most once, and may miss it if ranks are lost or leave
+        meanwhile.
         """
         ...
 
@@ -55,8 +56,8 @@ class ControlPort(Post, Protocol):
 
     Each new connection of a path is passed to `ControlHandler.on_path`. `peer` must be another
     rank. `rail` must be the number of a TCP rail, since the transport itself connects RDMA rails;
-    only `accept_path` and `cancel_path` also take rail `BYPASS`. Otherwise `ControlPlane` raises
-    InvalidArgument, except in `obstacles`; other implementations need not check.
+    only `accept_path` and `cancel_path` also take rail `BYPASS`. For other values, `ControlPlane`
+    raises InvalidArgument, except in `obstacles`; other implementations need not check.
     """
 
     def open_session(self, peer: int) -> None:

@@ -77,14 +77,15 @@ class Branch:
         self._obstacle = ""
 
     def listen(self, host: str) -> wire.Address:
-        """Listen for the children at `host`, a name or address; return numeric address and port.
+        """Listen for the children at `host`; return the numeric address and the port.
 
-        Return ``("", 0)`` if this rank has no children. Another call replaces the listening socket.
+        `host` is a name or an address. Return ``("", 0)`` if this rank has no children. Another
+        call replaces the listening socket.
 
         Raises
         ------
         InvalidArgument
-            If this rank cannot listen there.
+            If this rank cannot listen at `host`.
         """
         if not self._awaited:
             return ("", 0)
@@ -167,7 +168,7 @@ class Branch:
 
         Rank 0 has exited or finished. It finishes when it has the addresses of all ranks and has
         sent them to its children in the tree. So it has exited if this rank is one of these
-        children, or if this rank has not passed its addresses up yet.
+        children, or if this rank has not sent its addresses to its parent yet.
         """
         self._is_leader_gone = True
         if self._parent == 0 or not self._has_passed_up:

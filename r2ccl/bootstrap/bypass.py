@@ -1,11 +1,11 @@
 """Bypasses: connections between two ranks that have no working rail in common.
 
-A *way* is a connection from a NIC of the lower rank to a NIC of the higher rank, or one through a
-third rank, the forwarder. The lower rank dials several ways, with a short pause between them, and
-uses the first over which the higher rank authenticates. The forwarder accepts an authenticated
-rank, connects to the target over the first rail that answers, and copies bytes in both directions
-until either side closes. The two ranks authenticate each other end to end through the forwarder.
-The code runs in the control thread.
+A *way* is a connection from a NIC of the lower rank to a NIC of the higher rank, or a connection
+through a third rank, the forwarder. The lower rank dials several ways, with a short pause between
+them, and uses the first over which the higher rank authenticates. The forwarder accepts an
+authenticated rank, connects to the target over the first rail that answers, and copies bytes in
+both directions until either side closes. The two ranks authenticate each other end to end through
+the forwarder. The code runs in the control thread.
 
 Bypasses are not probed. The kernel closes a TCP connection after `SILENCE_S` without an answer from
 the kernel at the other end. That closes the whole bypass, and the two ranks try other ways.
@@ -52,14 +52,14 @@ Attempt = Callable[[], Coroutine[Any, Any, socket.socket]]
 async def first_of(attempts: Sequence[Attempt], stagger_s: float = STAGGER_S) -> socket.socket:
     """Start the attempts one after another and return the socket of the first that succeeds.
 
-    The next attempt starts `stagger_s` seconds after the previous one, or as soon as a running one
-    fails. When one succeeds, the others are cancelled, or their sockets closed.
+    The next attempt starts `stagger_s` seconds after the previous one, or as soon as a running
+    attempt fails. When an attempt succeeds, the others are cancelled, or their sockets closed.
 
     Raises
     ------
     OSError
-        If all attempts fail, or there are none. The message gives the number of attempts and the
-        last error.
+        If all attempts fail, or `attempts` is empty. The message gives the number of attempts and
+        the last error.
     """
     waiting = list(reversed(attempts))
     running: set[asyncio.Task[socket.socket]] = set()

@@ -155,8 +155,8 @@ class ControlPlane:
         resorts.
     last_resorts : frozenset of int
         TCP rails that carry slices only between two ranks that have no other rail left; see `Nic`.
-        Empty if all TCP rails are last resorts, or if there are RDMA rails, beside which all TCP
-        rails have this role.
+        Empty if all TCP rails are last resorts. Also empty if there are RDMA rails, because all TCP
+        rails are then used only as last resorts.
     nhcas : int
         Number of RDMA ports that every rank uses.
     setting : Setting
@@ -328,16 +328,16 @@ class ControlPlane:
     def gossip(self, message: object, source: int = -1) -> None:
         """Queue `message` for every rank in ``neighbors`` except `source`; -1 excludes none.
 
-        If each rank that learns something new this way passes it on, all ranks learn it.
+        The content reaches all ranks if every rank passes on the content that is new to it.
         """
         self._do(functools.partial(self._gossip, self._codec.encode(message), source))
 
     def broadcast(self, message: object) -> None:
         """Queue `message` for every other rank.
 
-        Each rank passes it on to its neighbors, so it arrives even if ranks are lost meanwhile, as
-        long as the overlay network connects the others. All ranks together send about 2 n log2(n)
-        messages.
+        Each rank passes the message on to its neighbors, so it arrives even if ranks are lost
+        meanwhile, as long as the overlay network connects the others. All ranks together send about
+        2 n log2(n) messages.
         """
         self._do(functools.partial(self._broadcast, self._codec.encode(message)))
 
@@ -351,7 +351,7 @@ class ControlPlane:
         self._do(functools.partial(self._tell_contacts, self._codec.encode(message)))
 
     def open_session(self, peer: int) -> None:
-        """Connect a session with `peer`, which must call this, too; the lower rank dials.
+        """Connect a session with `peer`, which must also call this method.
 
         The lower rank dials when a message is sent over the session, at the latest after 20 ms.
         Does nothing if there is a session already.
@@ -362,8 +362,8 @@ class ControlPlane:
     def last_heard(self, peer: int) -> float | None:
         """Return the time of the last sign of life from `peer`, by the control plane's clock.
 
-        Before the first one, return the time at which the session was made; None if this rank has
-        no session with `peer`.
+        Before the first sign of life, return the time at which the session was made. Return None if
+        this rank has no session with `peer`.
         """
         self._check(peer)
         session = self._sessions.get(peer)
@@ -434,7 +434,7 @@ class ControlPlane:
         """Return the reasons known to this rank why paths to `peer` are not connected.
 
         If `peer` is the rank that dials, this rank knows only the connections that it rejected,
-        from whatever host they came. Any thread may call this.
+        which may come from any host. Any thread may call this.
         """
         found = self._paths.obstacles(peer)
         turned_away = self._rejections.summary() if peer < self.rank else ""

@@ -128,7 +128,7 @@ class _Dialing:
             self._end.set_exception(exc)
 
     def _take(self, piece: bytes) -> None:
-        """Add `piece` to the acceptor's message; once that is complete, answer or check it."""
+        """Add `piece` to the acceptor's message; answer or check the message once complete."""
         if not piece:
             raise ConnectionResetError("the stream ended")
         self._received += piece
@@ -227,10 +227,11 @@ async def prove(
     OSError
         If the connection fails, other than by a close or a reset.
     HandshakeTimeout
-        If it takes longer than `limit_s` seconds.
+        If authentication takes longer than `limit_s` seconds.
     HandshakeRejected
         If the other side does not know the secret, or speaks another protocol or version. Also if
-        it closes or resets the connection: it refuses the dialer, or its process has ended.
+        the other side closes or resets the connection, because it refuses the dialer or its process
+        has ended.
     """
     dialing = _Dialing(sock, Dialer(secret, claim, os.urandom(NONCE_NBYTES)), limit_s)
     dialing.shake_hands()

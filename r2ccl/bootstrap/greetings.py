@@ -50,7 +50,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class Table(msgspec.Struct, frozen=True, tag="table"):
     """Last message, from each rank to its children: the addresses of all ranks.
 
-    ``packed`` is the compressed encoding, about a quarter of the plain one in size.
+    ``packed`` is the compressed encoding, which has about a quarter of the uncompressed size.
     """
 
     packed: bytes
@@ -80,8 +80,8 @@ class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
 
     A rank reports a failure to rank 0, which sends it to all ranks that have arrived; these raise
     `error`. ``text`` is the cause. ``is_timeout`` is True if ranks or their addresses did not
-    arrive in time. If the cause is a rank that exited, ``lost`` is that rank and ``host`` its host,
-    or empty if unknown; otherwise ``lost`` is -1.
+    arrive in time. If the cause is a rank that exited, ``lost`` is this rank and ``host`` is its
+    host (empty if unknown); otherwise ``lost`` is -1.
     """
 
     text: str
@@ -162,7 +162,7 @@ def expect(kind: type[_T], body: bytes) -> _T:
     Raises
     ------
     InvalidArgument
-        If `body` is anything else.
+        If `body` is not a message of type `kind`.
     """
     message = decode(body)
     if not isinstance(message, kind):

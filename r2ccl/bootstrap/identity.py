@@ -45,7 +45,7 @@ _WAYS = (
 
 
 class RankComm(Protocol):
-    """Communicator of mpi4py, or any object with the methods of one that `r2ccl.init` calls."""
+    """mpi4py communicator, or any other object that has the methods of this class."""
 
     def Get_rank(self) -> int:
         """Return the rank of this process."""
@@ -138,7 +138,7 @@ def host_id() -> str:
 
 
 def _has_mpi4py() -> bool:
-    """Return True if mpi4py is installed, whether or not it can be imported."""
+    """Return True if mpi4py is installed, even if it cannot be imported."""
     if "mpi4py" in sys.modules:
         return sys.modules["mpi4py"] is not None
     return find_spec("mpi4py") is not None
@@ -204,7 +204,7 @@ def _listen_anywhere(config: Config, is_on_one_host: bool) -> socket.socket:
 
 
 def _outbound_address() -> str:
-    """Return the local address of the IPv4 default route; connecting a UDP socket sends nothing."""
+    """Return the local address of the IPv4 default route, without sending a packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): an unassigned address

@@ -136,7 +136,7 @@ class LocalJob:
     def close(self) -> None:
         """Close the rendezvous socket in this process; call it when all ranks are started.
 
-        Also close what was opened in place of closed standard streams.
+        Also close the descriptors that were opened in place of closed standard streams.
         """
         self._opened.close()
 
@@ -193,13 +193,13 @@ def launch(
     OSError
         If this process cannot open sockets and pipes, or start another process.
     KeyboardInterrupt
-        On Ctrl-C, which every rank gets, too.
+        On Ctrl-C, which also interrupts every rank.
 
     Notes
     -----
-    Ranks write to the standard output and standard error of this process. In a notebook, and
-    wherever else ``sys.stdout`` or ``sys.stderr`` is another stream, the lines of the ranks appear
-    in ``sys.stdout`` and ``sys.stderr`` while `launch` waits. If there are several ranks, each of
+    Ranks write to the standard output and standard error of this process. If ``sys.stdout`` or
+    ``sys.stderr`` is another stream, as in a notebook, the lines of the ranks appear in
+    ``sys.stdout`` and ``sys.stderr`` while `launch` waits. If there are several ranks, each of
     these lines begins with the number of its rank, as in ``[2]``. No rank outlives this process.
     """
     limit_s = parse_timeout(timeout_s, "launch")  # raises before any rank runs
@@ -359,7 +359,7 @@ class RankProcesses:
         -------
         list of Connection
             Readable connections; empty if none is readable before the deadline, even if a rank
-            writes without end.
+            writes continuously.
         """
         while True:
             piped = self._output.descriptors() if self._output else ()
@@ -424,7 +424,7 @@ class RankProcesses:
             self.ranks[rank].send_signal(signal.SIGINT)
 
     def join(self, timeout_s: float, rank: int | None = None) -> None:
-        """Wait until `rank` has exited, or every rank if it is None; at most `timeout_s` seconds.
+        """Wait at most `timeout_s` seconds until `rank` has exited, or all ranks if `rank` is None.
 
         Also returns if the server was killed.
         """
@@ -462,7 +462,7 @@ class RankProcesses:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the server, and thereby its ranks, unless they have exited; free all resources."""
+        """Kill the server and its ranks, unless they have exited; free all resources."""
         self._opened.close()
 
     def _end_server(self) -> None:
@@ -484,7 +484,7 @@ def _open_standard_streams(opened: contextlib.ExitStack) -> None:
 def _pipe(
     mine: contextlib.ExitStack, theirs: contextlib.ExitStack
 ) -> tuple[Connection, Connection]:
-    """Return the ends of a pipe, the first closed by `mine` and the second by `theirs`."""
+    """Return the two ends of a pipe: `mine` closes the first end, `theirs` the second."""
     first, second = multiprocessing.Pipe()
     return mine.enter_context(first), theirs.enter_context(second)
 
@@ -526,7 +526,7 @@ def _collect(started: RankProcesses, deadline: float, timeout_s: float | None) -
 
 
 def parse_timeout(timeout_s: Any, who: str) -> float:
-    """Return a user's timeout as a number of seconds: infinity for None, 0 if it is negative.
+    """Return a user's timeout in seconds: infinity for None, 0 for a negative timeout.
 
     Raises
     ------

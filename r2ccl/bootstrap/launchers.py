@@ -33,7 +33,7 @@ class LauncherVariables(msgspec.Struct, frozen=True):
     """Names of the environment variables that a launcher sets.
 
     ``rank`` names the variable with the rank, and ``nranks`` the variables with the number of
-    ranks, of which the first that is set is used. ``local`` names the variable with the number of
+    ranks; the first of these that is set is used. ``local`` names the variable with the number of
     ranks on this host, ``hosts`` the variable with the list of hosts, and ``job`` the variables
     that together identify the job. An empty field means that the launcher has no such variable.
     """
@@ -83,7 +83,7 @@ class RankPlace(msgspec.Struct, frozen=True):
 
 
 def find_launcher(env: Mapping[str, str]) -> LauncherVariables | None:
-    """Return the launcher that started this process, as its variables say; None if none did.
+    """Return the launcher that started this process, according to `env`; None if there is none.
 
     If an MPI launcher and Slurm give the same rank and size, the ranks are tasks of a job step.
     Slurm is then preferred, because its variables also name the hosts. But if the number of ranks
@@ -103,7 +103,7 @@ def is_mpi(env: Mapping[str, str]) -> bool:
 
 
 def find_place(launcher: LauncherVariables, env: Mapping[str, str]) -> RankPlace:
-    """Return the place of this process among those that `launcher` started.
+    """Return the `RankPlace` of this process, which `launcher` started.
 
     ``MASTER_ADDR`` overrides the address; ``WORLD_SIZE`` gives the number of ranks if the launcher
     does not.
@@ -233,11 +233,11 @@ def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
     """Return the rank and job size of each MPI launcher in `env`; several if they are nested.
 
     ``RANK`` and ``WORLD_SIZE``, which other launchers set, are a claim too, if both are set. Claims
-    without a number of ranks are returned only if no claim has one. A claim of an MPI launcher in
-    which the rank is not below the number of ranks is ignored: its variables are from two
-    launchers. PMIx is ignored if Open MPI's variables are set: Open MPI also sets PMIx's rank, but
-    a claim of PMIx takes its size from Slurm's job step, in which Open MPI's mpirun runs one task
-    per host, not per rank.
+    without a number of ranks are returned only if no claim has a number of ranks. A claim of an MPI
+    launcher in which the rank is not below the number of ranks is ignored: its variables are from
+    two launchers. PMIx is ignored if Open MPI's variables are set: Open MPI also sets PMIx's rank,
+    but a claim of PMIx takes its size from Slurm's job step, in which Open MPI's mpirun runs one
+    task per host, not per rank.
     """
     found = []
     for each in LAUNCHERS:

@@ -357,7 +357,7 @@ class Leader:
         """Record an error if ranks of other hosts cannot reach `rank` at one of `addresses`.
 
         They cannot reach a loopback address, or the address of all interfaces. If all ranks are in
-        one network namespace, they can use any address, whatever their host names are.
+        one network namespace, they can use any address, even if their host names differ.
         """
         if len({hello.host.partition("/")[2] for hello in self._hellos.values()}) == 1:
             return

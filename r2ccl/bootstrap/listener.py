@@ -118,7 +118,7 @@ class Rejections:
 def cannot_listen(rank: int, address: str, what: str, exc: OSError) -> InvalidArgument:
     """Return the error of `rank`, which cannot listen at `address`.
 
-    `what` tells the purpose of the address: the name of a NIC, or ``control``, or ``rendezvous``.
+    `what` is the purpose of the address: the name of a NIC, ``control`` or ``rendezvous``.
     """
     return InvalidArgument(
         f"rank {rank}: cannot listen at {address} ({what}): {describe_os_error(exc)}; choose other "
@@ -129,7 +129,7 @@ def cannot_listen(rank: int, address: str, what: str, exc: OSError) -> InvalidAr
 class Unneeded(Exception):
     """Raised by a gate to refuse an authenticated connection that is no longer needed.
 
-    It is neither logged nor counted as a rejection.
+    The refusal is neither logged nor counted as a rejection.
     """
 
 
@@ -356,7 +356,7 @@ class Listener:
             self._close(made)
 
     def _run(self, made: _Handshake, step: Callable[[], Handover | None]) -> None:
-        """Run a step of a handshake; close a refused socket, hand over one that is accepted."""
+        """Run a step of a handshake; hand over the socket once accepted, close it if refused."""
         try:
             handover = step()
         except (Unneeded, asyncio.CancelledError):

@@ -23,7 +23,7 @@ class RankFormatter(logging.Formatter):
     """Formatter that writes a record as time, level, logger, rank and message.
 
     The rank is left out if the message begins with ``rank``. Before the rank of the process is
-    known, the process id stands in its place.
+    known, the process id is written instead.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class RankFormatter(logging.Formatter):
 
 
 class FallbackHandler(logging.Handler):
-    """Handler that writes the records that no other handler receives to ``sys.stderr``.
+    """Handler that writes to ``sys.stderr`` the records that no other handler receives.
 
     A handler that the program configures later thus replaces this one, just as such a handler
     replaces `logging.lastResort`.
@@ -73,7 +73,7 @@ class FallbackHandler(logging.Handler):
 def set_level(config: Config) -> None:
     """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; add a handler for stderr if there is none.
 
-    The handler is added if neither this logger nor one to which it propagates has a handler.
+    The handler is added if neither this logger nor any logger to which it propagates has a handler.
     Without ``R2CC_DEBUG``, the level of the logger stays, and the added handler writes warnings and
     errors.
     """
@@ -98,10 +98,10 @@ def set_rank(rank: int) -> None:
 
 
 def progress(logger: logging.Logger, text: str) -> None:
-    """Report that something takes long: as an INFO record or, if INFO is off, on a terminal.
+    """Report a long wait: as an INFO record or, if INFO is off, on a terminal.
 
-    The terminal is stderr, or that of ``r2ccl launch``, which reads stderr. If INFO is off and
-    there is no terminal, nothing is reported.
+    The terminal is stderr, or the terminal of an ``r2ccl launch`` that reads stderr. If INFO is off
+    and there is no terminal, nothing is reported.
     """
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)

@@ -1,6 +1,6 @@
 """Control thread: a thread that runs an asyncio event loop.
 
-Invariant: `ControlLoop.close` returns within its deadline, whatever runs in the loop.
+Invariant: `ControlLoop.close` returns within its deadline, even if code in the loop blocks.
 """
 
 from __future__ import annotations

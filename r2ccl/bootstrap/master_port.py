@@ -12,8 +12,9 @@ from collections.abc import Mapping
 def reserve_port() -> socket.socket:
     """Return a socket that reserves a port, at all local addresses, for rank 0 to listen at.
 
-    While the socket is open, the kernel gives the port to no process that asks for a free one. The
-    socket does not listen, so a process that sets SO_REUSEADDR, as torch's store does, can listen.
+    While the socket is open, the kernel does not assign the port to a process that binds port 0.
+    The socket does not listen, so a process that sets SO_REUSEADDR, as torch's store does, can
+    listen.
 
     Raises
     ------

@@ -49,8 +49,8 @@ class PeerInfo(msgspec.Struct, frozen=True):
         ``R2CC_FAILED_NICS`` of this rank: the NICs that it declares failed. Empty if a shrink made
         this communicator; ``excluded`` then has the rails that are still excluded.
     excluded : tuple of int
-        Rails of this rank, by their numbers in this communicator, that were excluded before the
-        shrink that made it. Empty if no shrink made it.
+        Numbers, in this communicator, of the rails of this rank that were excluded before the
+        shrink that made the communicator. Empty if no shrink made it.
     """
 
     rank: int
@@ -85,7 +85,9 @@ class Goodbye(msgspec.Struct, frozen=True, tag="boot.goodbye"):
 
 
 class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
-    """Report of rank ``witness`` that ``rank`` is lost; a rank to which this is new passes it on.
+    """Report of rank ``witness`` that ``rank`` is lost.
+
+    A rank that did not know of the loss passes the report on.
 
     ``why`` is the evidence. ``last_heard_s`` is the time in seconds from the last sign of life of
     ``rank`` at ``witness`` until ``witness`` found the loss. If a rank receives this message about

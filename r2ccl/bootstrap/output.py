@@ -99,8 +99,8 @@ class RankOutput:
     def forward(self, descriptor: int) -> bool:
         """Read up to 64 KiB, and write all lines that are then complete.
 
-        Return True if bytes were read; False if none have arrived, or at the end of the output. At
-        the end, close the descriptor, which `descriptors` then no longer returns.
+        Return True if bytes were read; False if no bytes have arrived, or at the end of the output.
+        At the end, close the descriptor, which `descriptors` then no longer returns.
         """
         source = self._sources[descriptor]
         try:
@@ -121,7 +121,7 @@ class RankOutput:
         return True
 
     def flush(self) -> None:
-        """Write what the ranks have written so far, the last line even if incomplete.
+        """Write the output that the ranks have produced so far, including an incomplete last line.
 
         Read each pipe at most `_MOST_READS` times.
         """

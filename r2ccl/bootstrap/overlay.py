@@ -28,7 +28,7 @@ def neighbors(rank: int, nranks: int) -> frozenset[int]:
     Raises
     ------
     InvalidArgument
-        If there is no such rank.
+        If `rank` is not in ``range(nranks)``.
     """
     if not 0 <= rank < nranks:
         raise InvalidArgument(f"rank={rank}; allowed is 0 to {nranks - 1}")
@@ -107,7 +107,7 @@ class Overlay:
         return [rank for rank in self.neighbors if not self.is_closed(rank)]
 
     def next_hop(self, destination: int) -> int | None:
-        """Return the neighbor to which to pass a message for `destination`.
+        """Return the neighbor through which to send a message for `destination`.
 
         Return None if every route contains a rank that is lost or has left.
         """
@@ -118,7 +118,9 @@ class Overlay:
         return min(ready, key=lambda rank: steps[rank], default=None)
 
     def cut_off(self) -> list[int]:
-        """Return the ranks, not known to be lost, to which every route contains a lost rank.
+        """Return the ranks that are cut off: every route to them contains a lost rank.
+
+        Ranks that are known to be lost are not returned.
 
         After a partition of the network, this rank itself detects only the loss of those ranks on
         the other side with which it has sessions. The caller must treat the ranks returned here as
@@ -135,9 +137,9 @@ class Overlay:
         return min((a - b) % self._nranks, (b - a) % self._nranks)
 
     def _reached(self, start: set[int], closed: set[int]) -> dict[int, int]:
-        """Return the ranks that can be reached from `start` without passing through `closed`.
+        """Return the distance from `start` of each rank reached without passing through `closed`.
 
-        The values are the numbers of sessions on the shortest routes.
+        The distance is the number of sessions on the shortest route from any rank in `start`.
         """
         steps = dict.fromkeys(start, 0)
         border = list(start)

@@ -98,14 +98,14 @@ class Paths:
         ----------
         claim : Claim
         listener : int
-            Index of the listening socket: the rail on which the connection arrived, or above all
-            rails for a control listener.
+            Index of the listening socket: the rail on which the connection arrived, or a number
+            above all rails for a control listener.
 
         Returns
         -------
         Handover or coroutine
             Function that takes over the socket. If the connection is not expected yet, a coroutine
-            that waits until it is and then returns the function.
+            that waits until it is expected and then returns the function.
 
         Raises
         ------

@@ -250,8 +250,8 @@ class Peer:
     def tick(self, now: float, stalled_s: float) -> None:
         """Find silent carriers; report the peer as lost if it has been silent for too long.
 
-        To be called often. The rank that dials then replaces the silent carriers. `now` is the time
-        of the clock in `Setting`. `stalled_s` is the time in seconds, since the last call, in which
+        To be called often. The rank that dials replaces the silent carriers. `now` is the time of
+        the clock in `Setting`. `stalled_s` is the time in seconds, since the last call, in which
         this process did not run; it does not count as silence.
         """
         if self.state is not PeerState.OPEN:
@@ -298,7 +298,7 @@ class Peer:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the last frame from the peer; without one, since the session was made."""
+        """Seconds since the last frame from the peer, if any, else since the session was made."""
         return self._setting.clock() - self._session.last_heard
 
     @property

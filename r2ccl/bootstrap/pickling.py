@@ -24,7 +24,7 @@ _MAIN_NAME, _MAIN_PATH = "init_main_from_name", "init_main_from_path"
 
 
 def can_import_main(preparation: dict[str, Any]) -> bool:
-    """Return True if a new process can import the main script of this one.
+    """Return True if a new process can import the main script of this process.
 
     It cannot in a notebook or an interactive session, with ``python -c``, or if the script is read
     from stdin. The path of a script that does not exist is removed from `preparation`.

@@ -155,8 +155,8 @@ class LaunchPool:
         Exception
             If ranks raise, and none exits: the first exception that arrives, with the remote
             traceback as its cause. The pool stays usable if all ranks return or raise within 2 s
-            after it and the communicator still works. Otherwise the pool has ended, and a note on
-            the exception says why.
+            after this exception and the communicator still works. Otherwise the pool has ended, and
+            a note on the exception says why.
         R2cclError
             If a rank calls ``sys.exit`` or raises an exception that cannot be pickled; if a rank
             exits during the call, which ends the pool; or if the pool has ended or belongs to
@@ -169,14 +169,14 @@ class LaunchPool:
         ConcurrentCalls
             If another call is running.
         KeyboardInterrupt
-            On Ctrl-C, which every rank that runs `fn` gets, too. The pool stays usable under the
-            same conditions as after an exception of a rank.
+            On Ctrl-C, which also interrupts every rank that runs `fn`. The pool stays usable under
+            the same conditions as after an exception of a rank.
 
         Notes
         -----
-        The ranks keep what they have imported: after a change to the file of a module, make a new
-        pool. Lines that ranks write appear as with `launch`. In a notebook, and wherever else these
-        lines pass through this process, lines written between two calls appear during the second.
+        The ranks keep imported modules: after a change to the file of a module, make a new pool.
+        Lines that ranks write appear as with `launch`. If these lines pass through this process, as
+        in a notebook, lines written between two calls appear during the second call.
         """
         self._require_usable()
         limit_s = parse_timeout(timeout_s, "launch_pool")

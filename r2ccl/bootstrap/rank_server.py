@@ -62,7 +62,8 @@ class RankRequest(msgspec.Struct):
     is_serving : bool
         True if the function answers calls that arrive on the `Connection`.
     outputs : sequence of (int, int)
-        Descriptors of each rank's standard output and standard error; empty: those of the server.
+        Descriptors of each rank's standard output and standard error; if empty, the ranks use those
+        of the server.
     """
 
     environments: Sequence[Mapping[str, str]]
@@ -191,7 +192,7 @@ def _exits(ranks: Mapping[int, int], life: int) -> Iterator[tuple[int, int]]:
 
 
 def _preload(name: str) -> None:
-    """Load the compiled code of a module; on failure do nothing, since each rank reports it."""
+    """Load the compiled code of a module; on failure do nothing: each rank reports the error."""
     with suppress(ImportError, OSError, R2cclError):
         module = importlib.import_module(name)
         module.announce_compilation()
@@ -253,7 +254,8 @@ def flush_output() -> None:
 def _import_main(preparation: dict[str, Any]) -> None:
     """Import the main script of the launcher.
 
-    `_inheriting` makes multiprocessing raise an error if the script starts processes meanwhile.
+    `_inheriting` makes multiprocessing raise an error if the script starts processes during the
+    import.
     """
     process: Any = multiprocessing.current_process()
     process._inheriting = True

@@ -88,8 +88,8 @@ async def meet(
     rejections : Rejections
         Counts rejected connections.
     timeout_s : float
-        Time limit in seconds, first for reaching rank 0, then again for the two rounds, for which
-        ranks other than 0 wait 5 s longer.
+        Time limit in seconds, first for reaching rank 0, then again for the two rounds. For the
+        rounds, ranks other than 0 wait 5 s longer.
     control_address : str, optional
         Address at which this rank's children in the tree reach it; by default the local address of
         its connection to rank 0. Not used on rank 0.
@@ -97,7 +97,7 @@ async def meet(
     Raises
     ------
     InvalidArgument
-        If ranks, their versions or their settings do not fit together, a rank could not open its
+        If ranks, their versions or their settings are inconsistent, a rank could not open its
         listeners (the message names the ranks), rank 0's name cannot be resolved, or the file of
         the secret cannot be used.
     TransportTimeout

@@ -86,7 +86,7 @@ class RuntimeFileSecret:
         self._secret = Secret(secrets.token_bytes(SECRET_NBYTES)) if is_leader else None
 
     def current(self) -> Secret | None:
-        """Return the secret: on rank 0 the generated one, on other ranks the one in the file.
+        """Return the secret: on rank 0 the generated secret, on other ranks the secret in the file.
 
         Return None if there is no file yet.
 

@@ -23,8 +23,8 @@ timer                 the oldest unacknowledged message is resent on all carrier
                       follow if the next acknowledgement does not cover them
 ====================  ==========================================================================
 
-This module does no I/O and reads no clock: time is an argument. Invariant: the messages that
-`receive` has returned are the first ones that the other end posted, in order, each once.
+This module does no I/O and reads no clock: time is an argument. Invariant: `receive` returns the
+messages of the other end in the order in which they were posted, each once and without gaps.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class FrameReader:
         ------
         FrameError
             If a frame is too long or too short, has another version or kind, or has a sequence
-            number that its kind does not allow. The stream cannot be read any further.
+            number that its kind does not allow. The rest of the stream cannot be read.
         """
         self._buffer += data
         frames = []
@@ -220,7 +220,7 @@ class Session:
     def carrier_down(self, carrier: int) -> None:
         """Remove the carrier with number `carrier`, if there is one.
 
-        Unacknowledged messages are resent on the others.
+        Unacknowledged messages are resent on the other carriers.
         """
         if self._carriers.pop(carrier, None) is not None:
             for other in self._carriers.values():
@@ -265,11 +265,11 @@ class Session:
         return self._heard_at
 
     def silence_s(self, now: float) -> float:
-        """Return the seconds since `last_heard`, less those excluded by `excuse`."""
+        """Return the seconds since `last_heard`, less the seconds excluded by `excuse`."""
         return max(0.0, now - self._heard_at - self._excused_s)
 
     def carrier_silence_s(self, carrier: int, now: float) -> float:
-        """Return the seconds since the last frame on `carrier`, or since `carrier_up` without one.
+        """Return the seconds since the last frame on `carrier`, if any, else since `carrier_up`.
 
         Seconds excluded by `excuse` since the last frame of the session do not count.
         """

@@ -2,7 +2,7 @@
 
 `connect` determines this process's rank, address of rank 0 and secret, runs the rendezvous and
 opens the listeners. The caller chooses the NICs that become rails, through a callback. Rank 0 warns
-of variables that look like settings but are none, since a misspelled setting has no effect.
+of variables that look like settings but are not, since a misspelled setting has no effect.
 """
 
 from __future__ import annotations
@@ -82,9 +82,8 @@ def connect(
     Raises
     ------
     InvalidArgument
-        If the rank of this process is not defined, ranks or settings do not fit together, an
-        address or port cannot be used, or there is no secret or no rail. The message says what to
-        do.
+        If the rank of this process is not defined, ranks or settings are inconsistent, an address
+        or port cannot be used, or there is no secret or no rail. The message says what to do.
     TransportTimeout
         If rank 0 is not reached, or not all ranks and their addresses arrive, within
         ``config.init_timeout_s``. In the second case, the message names the missing ranks.

@@ -8,8 +8,8 @@ attempt. Ranks with the old secret that are not members, or are still at an earl
 therefore do not authenticate by mistake. MPI is not used.
 
 If the listener or the probe port of a rail cannot be opened, for example because this host has lost
-the address, the `PeerInfo` lists it with port 0. The members use the rails that all of them can
-open. Invariant: every socket opened here is handed over or closed.
+the address, its port in the `PeerInfo` is 0. The members use the rails that all of them can open.
+Invariant: every socket opened here is handed over or closed.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def derive(
 ) -> tuple[Secret, bytes]:
     """Return the secret and id of the next communicator, which has the ranks `members`.
 
-    `attempt` tells repeated attempts of the same members apart. Both results are HMACs with the old
-    secret as key, so neither reveals the old secret or the other result.
+    `attempt` distinguishes repeated attempts of the same members. Both results are HMACs with the
+    old secret as key, so neither reveals the old secret or the other result.
     """
     who = communicator_id + struct.pack(f"!I{len(members)}I", attempt, *members)
     identity = secret.sign(_ID_LABEL + who)[:COMMUNICATOR_ID_NBYTES]

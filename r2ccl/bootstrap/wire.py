@@ -192,7 +192,7 @@ async def receive_message(sock: socket.socket) -> bytes:
     Raises
     ------
     ConnectionError
-        If the stream ends, or is reset, or the length is above 16 MiB.
+        If the stream ends or is reset, or the message is longer than 16 MiB.
     OSError
         If the connection fails otherwise.
     """

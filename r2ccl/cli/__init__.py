@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
     """Return the parser of ``r2ccl``.
 
-    Only the parsers of the subcommands in `complete`, by default all, get their arguments. The
+    Only the parsers of the subcommands in `complete` (by default all) get their arguments. The
     modules of the other subcommands are not imported.
     """
     parser = argparse.ArgumentParser(

@@ -77,8 +77,8 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
 class Start(msgspec.Struct, frozen=True, tag=True):
     """Order to start the ranks of a host.
 
-    The fields other than ``share`` are those of the `JobCommand`, with texts as the bytes that the
-    operating system uses: these need not be UTF-8.
+    The fields other than ``share`` are those of the `JobCommand`. Texts are stored as the bytes
+    that the operating system uses, which need not be UTF-8.
     """
 
     share: JobShare

@@ -32,9 +32,10 @@ class Capabilities(msgspec.Struct, frozen=True):
     """Rails, transports within the host, and GPUs that ranks on this machine will use.
 
     ``rdma`` and ``tcp`` name the rails between hosts, except the rail of R2CC_LAST_RESORT, rails
-    that are declared failed, and loopback. ``shm`` is True if ranks of this host share memory,
-    ``loopback`` if they can use TCP among themselves. Both are False if `r2ccl.init` refuses the
-    settings. ``gpus`` are the CUDA ordinals of the GPUs whose memory collectives accept.
+    that are declared failed, and loopback. ``shm`` is True if ranks of this host share memory, and
+    ``loopback`` is True if they can use TCP among themselves. Both are False if `r2ccl.init`
+    refuses the settings. ``gpus`` are the CUDA ordinals of the GPUs whose memory collectives
+    accept.
     """
 
     rdma: tuple[str, ...]
@@ -122,7 +123,7 @@ def _fix_of(findings: Sequence[DoctorFinding], default: str) -> str:
 
 
 def _is_accepted(facts: Facts, config: Config) -> bool:
-    """Return whether `r2ccl.init` accepts the settings if all ranks are on this host.
+    """Return True if `r2ccl.init` accepts the settings when all ranks are on this host.
 
     Ranks that share memory also need an interface, because they open their connections over it.
     """

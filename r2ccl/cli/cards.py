@@ -17,10 +17,9 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     ``ordinal`` is CUDA's number of the GPU among those that CUDA_VISIBLE_DEVICES leaves visible,
     ``capability`` its compute capability, ``nsms`` its number of streaming multiprocessors, and
-    ``memory_nbytes`` its total memory.
-    ``waits_on_memory`` is True if streams of the GPU can wait on memory values. ``has_dmabuf`` is
-    the driver's attribute DMA_BUF_SUPPORTED, and ``is_rdma_capable`` its attribute
-    IS_GPU_DIRECT_RDMA_CAPABLE of an allocation.
+    ``memory_nbytes`` its total memory. ``waits_on_memory`` is True if streams of the GPU can wait
+    on memory values. ``has_dmabuf`` is the driver's attribute DMA_BUF_SUPPORTED of the GPU, and
+    ``is_rdma_capable`` is the attribute IS_GPU_DIRECT_RDMA_CAPABLE of an allocation.
 
     Each field that ends with ``_error`` is the error message of a test: empty if the test
     succeeded, None if it was not run. The test of ``open_error`` makes a context and an allocation,

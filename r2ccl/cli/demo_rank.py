@@ -1,4 +1,4 @@
-"""Program of each rank of ``r2ccl demo``: allreduces, during one of which rank 0 loses a rail."""
+"""Program of each rank of ``r2ccl demo``: runs allreduces; in one of them, rank 0 loses a rail."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class _Reporter:
     def called(self, number: int, took_s: float, nwrong: int) -> None:
         """Print the time and bandwidth of call `number`, and whether its result is right.
 
-        Print one more line after the first call at whose end the traffic of the lost rail has
-        moved, and another one after the first call at whose end the rail is connected again.
+        Once the traffic of the lost rail has moved, print a line about it. Once the rail is
+        connected again, print another line.
         """
         gbps = busbw("allreduce", self._comm.nranks, self._nbytes, took_s)
         state = f"{nwrong} wrong elements" if nwrong else "right"

@@ -31,10 +31,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """State of a machine that the checks of verbs and rails examine.
 
     ``platform`` is ``sys.platform``, ``kernel`` the release of the kernel, and ``python`` the path
-    and version of the interpreter. ``pyverbs_error`` is the error message of an attempt to
-    list the RDMA devices with pyverbs, empty if it succeeded; ``verbs_devices`` are the listed
-    devices. ``is_distribution_pyverbs`` is True if the distribution's pyverbs is installed, and
-    ``is_pyverbs_fitting`` if it is built for this Python.
+    and version of the interpreter. ``pyverbs_error`` is the error message of an attempt to list the
+    RDMA devices with pyverbs, empty if it succeeded; ``verbs_devices`` are the listed devices.
+    ``is_distribution_pyverbs`` is True if the distribution's pyverbs is installed, and
+    ``is_pyverbs_fitting`` is True if it is built for this Python.
 
     ``has_rdma_class`` is True if ``/sys/class/infiniband`` exists. ``rdma_modules`` are the loaded
     kernel modules whose names begin with ``ib_`` or end with ``_ib`` or ``_rxe``. ``hcas`` are the
@@ -67,9 +67,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 class DoctorFinding(msgspec.Struct, frozen=True):
     """Result of one check.
 
-    ``check`` is the name of the check. ``level`` is ``skipped`` if the check does not apply or
-    depends on another check that failed, and for remarks. ``says`` is the result in words. ``fix``
-    says what to do; it is empty if ``level`` is ``ok`` or ``skipped``.
+    ``check`` is the name of the check. ``level`` is ``skipped`` if the check does not apply, if it
+    depends on another check that failed, or if the finding is only a remark. ``says`` is the result
+    in words. ``fix`` says what to do; it is empty if ``level`` is ``ok`` or ``skipped``.
     """
 
     check: str
@@ -178,7 +178,7 @@ def check_devices(facts: Facts) -> DoctorFinding:
 
 
 def check_ports(facts: Facts) -> DoctorFinding:
-    """Check that all ports are ACTIVE; it is an error if none is, a warning if only some are."""
+    """Check that all ports are ACTIVE; report an error if none is, a warning if only some are."""
     if not facts.hcas:
         return DoctorFinding("ports", "skipped", "there is no device")
     down = [hca for hca in facts.hcas if hca.state != "ACTIVE"]
@@ -219,7 +219,7 @@ def check_gids(facts: Facts) -> DoctorFinding:
 
 
 def check_permission(facts: Facts) -> DoctorFinding:
-    """Check that this user may open the devices."""
+    """Check that this user may open the files ``/dev/infiniband/uverbs*``."""
     refused = [f"{path} ({why})" for path, why in facts.uverbs if why]
     if refused:
         return DoctorFinding(

@@ -185,7 +185,7 @@ def _probe_pyverbs() -> tuple[str, tuple[str, ...]]:
 def _rdma_rails(facts: Facts, config: Config) -> Sequence[str]:
     """Return the labels of the RDMA ports that are rails.
 
-    There are none if pyverbs does not work or R2CC_HCA is invalid.
+    The result is empty if pyverbs does not work or R2CC_HCA is invalid.
     """
     if facts.pyverbs_error:
         return ()

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgument
-        If the options describe no possible cluster, or one that is too large
+        If the options describe an impossible cluster, or a cluster that is too large
         (`r2ccl.cli.forecast.scenario_of`); if Numba (unless ``--no-simulate``) or matplotlib (for
         ``--png``) is missing; or if the picture cannot be written.
     """

@@ -24,7 +24,7 @@ from r2ccl.types import DIRECT, CallSignature, Collective, ReduceOp
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """Cluster, and collective call on it, to compare schedules for.
+    """Cluster and collective call for which schedules are compared.
 
     ``nbytes`` is the size of the whole buffer. ``rate`` is the bandwidth of a NIC in bytes/s,
     ``latency_s`` the time of one step of a small collective. ``lost`` has (node, NIC) for each NIC
@@ -221,7 +221,7 @@ def _forecasts(
 
 
 def _nchunks(cluster: ClusterShape, call: CallSignature) -> int:
-    """Return the number of chunks of a call in two levels; 0 if it runs in one."""
+    """Return the number of chunks of a call in two levels; 0 if the call runs in one level."""
     if cluster.ranks_per_node == 1:
         return 0
     plans = PlanCache(0, len(cluster.nodes), cluster.fabric, Config())
@@ -230,7 +230,7 @@ def _nchunks(cluster: ClusterShape, call: CallSignature) -> int:
 
 
 def _simulator(scenario: Scenario, notes: list[str]) -> Simulate:
-    """Return a function that simulates a choice, or adds to `notes` why it does not simulate it."""
+    """Return a function that simulates a choice, or adds a reason to `notes` if it does not."""
     try:
         from r2ccl.flowsim.choices import simulate_choice
     except ImportError as exc:

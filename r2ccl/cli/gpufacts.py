@@ -2,7 +2,7 @@
 
 Code that calls the CUDA driver may crash or never return, and its process must not fork. That code
 is therefore in `r2ccl.cli.gpuprobe`, which runs in another process and must not be imported here.
-That process prints its facts before each step; `read_cuda` uses the last ones that it printed.
+That process prints its facts before each step; `read_cuda` uses the facts that it printed last.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def way_of(driver: CudaDriver, registrars: Sequence[Registrar], address: int) ->
     Returns
     -------
     DeviceMemoryRoute
-        Method by which the NICs registered the memory; ``staging``, with the reason, if one of them
-        could not.
+        Method by which the NICs registered the memory; ``staging``, with the reason, if one of the
+        NICs could not.
     """
     memory = DeviceMemory(driver)
     try:
@@ -99,7 +99,7 @@ class _Insistent:
 
 
 class _Taken(msgspec.Struct):
-    """Memory region that `_Willing` returns."""
+    """Fake memory region, which `_Willing` returns."""
 
     lkey: int = 0
     rkey: int = 0

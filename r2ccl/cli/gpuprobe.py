@@ -56,7 +56,7 @@ class Journal:
         self.facts = facts
 
     def begin(self, doing: str) -> None:
-        """Print the facts known so far and the next step, `doing`, empty after the last step."""
+        """Print the facts known so far, and the next step `doing` (empty after the last step)."""
         self.learn(doing=doing)
         print(msgspec.json.encode(self.facts).decode(), flush=True)
 
@@ -235,8 +235,8 @@ def try_registering(
     """Register the allocation of each opened GPU with each NIC, then with all NICs together.
 
     `nics` has the registrar of each RDMA port by label, or the reason why it could not be opened.
-    If one could not be opened, no registration is tried with this port, nor with all NICs together;
-    the method of both is then ``staging``.
+    If a port could not be opened, no registration is tried with this port or with all NICs
+    together; the method of both is then ``staging``.
     """
     able = {label: nic for label, nic in nics.items() if not isinstance(nic, str)}
     refusals = {label: nic for label, nic in nics.items() if isinstance(nic, str)}

@@ -55,7 +55,7 @@ _FIXES = {
 
 
 def examine_gpus(facts: CudaFacts, config: Config) -> tuple[DoctorFinding, ...]:
-    """Return the findings about all GPUs; a single one if CUDA lists no GPU."""
+    """Return the findings about all GPUs; a single finding if CUDA lists no GPU."""
     died = (_check_end(facts),) if facts.died else ()
     if not facts.gpus:
         return died or (_absence(facts),)
@@ -85,8 +85,8 @@ def _check_end(facts: CudaFacts) -> DoctorFinding:
 def _absence(facts: CudaFacts) -> DoctorFinding:
     """Return the finding that says why no GPU can be used.
 
-    It is ``skipped`` if no GPU seems to exist, or if the only reason is that
-    CUDA_VISIBLE_DEVICES hides all GPUs intentionally. Otherwise it is a warning.
+    The level of the finding is ``skipped`` if no GPU seems to exist, or if the only reason is that
+    CUDA_VISIBLE_DEVICES hides all GPUs intentionally. Otherwise the finding is a warning.
     """
     is_broken = facts.status.startswith("CUDA_ERROR")
     is_installed = bool(facts.module or (facts.driver and not facts.bindings))
@@ -189,7 +189,7 @@ def check_ipc(cards: Sequence[Card], config: Config) -> DoctorFinding:
 def check_dmabuf(cards: Sequence[Card]) -> DoctorFinding:
     """Report whether an allocation could be exported as a dma-buf.
 
-    A failure is no warning here: `check_nics` decides whether it matters.
+    A failure is not a warning here: `check_nics` decides whether it matters.
     """
     failed = [card for card in cards if card.dmabuf_error]
     if failed:
@@ -298,7 +298,7 @@ def _attributes(card: Card) -> str:
 
 
 def _by_gpu(said: Iterable[tuple[Card, str | None]], cards: Sequence[Card]) -> str:
-    """Join texts about GPUs into one.
+    """Join texts about GPUs into one text.
 
     Equal texts are merged. A text that is the same for all of `cards` appears without their names.
     """

@@ -77,8 +77,8 @@ def read_hostfile(path: str) -> list[JobHost]:
     """Return the hosts of a file with lines like ``a slots=4`` (Open MPI) or ``a:4`` (MPICH).
 
     Text after ``#`` is ignored. A host has one slot by default. ``max_slots``, Open MPI's limit for
-    hosts that get more ranks than slots, has no effect, because no host gets more here. A host that
-    is listed several times is returned once, with the sum of its slots.
+    hosts that get more ranks than slots, has no effect, because here no host gets more ranks than
+    slots. A host that is listed several times is returned once, with the sum of its slots.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def _merged(hosts: Sequence[JobHost]) -> list[JobHost]:
 
 
 def place(hosts: Sequence[JobHost], nranks: int | None) -> list[tuple[JobHost, int, int]]:
-    """Return for each host that gets ranks: the host, its first rank and its number of ranks.
+    """Return, for each host that gets ranks, the host, its first rank and its number of ranks.
 
     The hosts are filled in their order. If `nranks` is None, there is a rank for every slot.
 

@@ -119,7 +119,7 @@ def _add_hosts(group: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the parsed command; return the exit status, as the module's docstring describes it.
+    """Run the parsed command; return the exit status that the module docstring describes.
 
     Raises
     ------

@@ -261,7 +261,7 @@ def _by_hand(
 
 
 def _json_option(path: Path | None, place_: int, nhosts: int) -> list[str]:
-    """Return the option ``--json`` for the host at place `place_` of the list.
+    """Return the option ``--json`` for the host at index `place_` of the list.
 
     Each host gets its own file name, because the hosts may share the folder.
     """
@@ -273,7 +273,7 @@ def _json_option(path: Path | None, place_: int, nhosts: int) -> list[str]:
 async def _run_share(
     args: argparse.Namespace, placed: Sequence[tuple[JobHost, int, int]], program: JobCommand
 ) -> int:
-    """Run the ranks of the host at place ``--node-rank``, as one of several launchers of a job."""
+    """Run the ranks of the host at index ``--node-rank``, as one of several launchers of a job."""
     if not 0 <= args.node_rank < len(placed):
         raise InvalidArgument(
             f"--node-rank {args.node_rank} of {len(placed)} hosts with ranks; allowed is 0 to "
@@ -299,7 +299,7 @@ async def _run_share(
 
 
 def _shared_secret(nhosts: int) -> str:
-    """Return the job's secret in hex: that in R2CC_SECRET, else that in R2CC_SECRET_FILE.
+    """Return the job's secret in hex: from R2CC_SECRET, else from the file R2CC_SECRET_FILE.
 
     If neither is set, return a new secret if the job has only one host.
 

@@ -1,6 +1,6 @@
-"""Standard output of commands: the lines of several ranks, and output that nobody reads any more.
+"""Standard output of commands: the lines of several ranks, and output that has lost its reader.
 
-`launch_printing` runs a program as several ranks, of which rank 0 prints.
+`launch_printing` runs a program as several ranks; rank 0 prints.
 """
 
 from __future__ import annotations
@@ -130,16 +130,16 @@ def wants_colour(out: BinaryIO, env: Mapping[str, str]) -> bool:
 
 
 def has_lost_reader(out: TextIO) -> bool:
-    """Return True if `out` is a pipe or a socket that nobody reads any more."""
+    """Return True if `out` is a pipe or a socket whose reader has closed it."""
     poll = select.poll()
     poll.register(out, 0)  # errors are reported in any case
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def is_full(exc: OSError) -> bool:
-    """Return True if a write failed because no space is left for it, as with a full disk.
+    """Return True if a write failed because the disk is full or a quota is exhausted.
 
-    An error that names a file does not count: a write to an open file names none.
+    An error with a file name does not count, because it is not from a write to an open file.
     """
     return exc.errno in (errno.ENOSPC, errno.EDQUOT) and exc.filename is None
 
@@ -159,7 +159,7 @@ def launch_printing(program: Callable[[], _T], nranks: int, **options: Any) -> l
     Raises
     ------
     BrokenPipeError
-        If a rank fails because nobody reads standard output any more.
+        If a rank fails because the reader of standard output has closed it.
     OSError
         If a rank cannot print because no space is left; see `is_full`.
     Exception

@@ -1,10 +1,15 @@
 """Report on the rails that r2ccl would use on a machine, and why other interfaces are not used.
 
 The report depends only on the facts of `r2ccl.cli.doctor_report` and the settings; `r2ccl.topology`
-chooses the rails. Invariants: a finding that is ``ok`` is about a rail, or about all rails of one
-interface, and these findings are in the order of the rails' numbers; a rail whose NIC is declared
-failed is ``skipped``; a warning or an error has a fix. The numbers of the rails are those in a job
-on several hosts whose rendezvous uses none of the rails' interfaces.
+chooses the rails. The rails are numbered as in a job on several hosts whose rendezvous uses none of
+the rails' interfaces.
+
+Invariants:
+
+- A finding with level ``ok`` describes one rail, or all rails of one interface. The ``ok`` findings
+  are in the order of the rail numbers.
+- The finding of a rail whose NIC is declared failed has level ``skipped``.
+- A finding with level ``warning`` or ``error`` names a fix.
 """
 
 from __future__ import annotations
@@ -25,10 +30,11 @@ from r2ccl.types import Nic
 class LocalRail(NamedTuple):
     """Interface or RDMA port that is a rail.
 
-    ``is_failed`` is True if R2CC_FAILED_NICS declares its NIC failed; entries that give the host by
-    its number do not count. ``is_last_resort`` is True if R2CC_LAST_RESORT makes the interface a
-    rail, for ranks that have no other rail in common. It is always False if there are RDMA rails,
-    although all TCP rails are then the last resort.
+    ``is_failed`` is True if R2CC_FAILED_NICS declares the NIC of the rail failed; entries that give
+    the host by its number do not count. ``is_last_resort`` is True if the interface is a rail only
+    because of R2CC_LAST_RESORT, for ranks that have no other rail in common. If there are RDMA
+    rails, ``is_last_resort`` is False for every rail, although all TCP rails are then the last
+    resort.
     """
 
     name: str
@@ -62,8 +68,9 @@ def local_rails(facts: Facts, config: Config) -> list[LocalRail]:
 def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
     """Return one finding per interface and RDMA port: its rail, or the reason why it is no rail.
 
-    Rails come first, remarks about all rails last. If a setting is invalid or does not fit this
-    machine, or no interface can be a rail, return a single finding, the error.
+    Findings about rails come first; findings about all rails together come last. If a setting is
+    invalid or does not fit this machine, or no interface can be a rail, the only finding is the
+    error.
     """
     try:
         nics, hcas = _selected(facts, config)

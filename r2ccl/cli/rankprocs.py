@@ -161,7 +161,11 @@ class HostRanks:
     async def _pump(
         self, rank: int, stream: str, source: asyncio.StreamReader, has_ended: asyncio.Event
     ) -> None:
-        """Pass on all that the rank wrote to a stream, but not endless output of its children."""
+        """Pass on the output of a rank on one stream until its end.
+
+        After the rank has ended, its children may still write to the stream. From then on, pass on
+        only about `_MOST_LEFT_NBYTES`, and stop when no data arrives for `TERMINATION_GRACE_S`.
+        """
         ending = asyncio.create_task(has_ended.wait())
         left_nbytes = _MOST_LEFT_NBYTES
         try:
@@ -206,7 +210,7 @@ class HostRanks:
     async def close(self) -> None:
         """Kill the remaining ranks, wait for their end, and free the pipes of all ranks.
 
-        The wait takes at most `TERMINATION_GRACE_S`. To be called while the event loop runs.
+        The wait takes at most `TERMINATION_GRACE_S`. Call it while the event loop runs.
         """
         self.signal(signal.SIGKILL)
         until_s = monotonic() + TERMINATION_GRACE_S
@@ -217,7 +221,7 @@ class HostRanks:
 
 
 def _why_not_run(program: str, folder: str, exc: OSError) -> str:
-    """Return why a start of `program` in `folder` failed with `exc`."""
+    """Return the reason why `program` could not be started in `folder`; `exc` is the error."""
     path = os.path.join(folder, program)
     if not (isinstance(exc, FileNotFoundError | PermissionError) and os.path.isfile(path)):
         return str(exc.strerror)

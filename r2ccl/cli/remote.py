@@ -87,7 +87,7 @@ class RemoteRanks:
         Raises
         ------
         InvalidArgument
-            If the first word of `ssh` is no command that can be run.
+            If the first word of `ssh` is not a command that can be run.
         R2cclError
             If the agent does not answer within `_LOGIN_S`, ends, or is of another version.
         """
@@ -262,7 +262,7 @@ async def start(
         Name or address by which the ranks of all hosts reach the first host of `groups`; not used
         if there is only one host.
     port : int
-        Port of the rendezvous; 0 takes a free one.
+        Port of the rendezvous; 0 selects a free port.
 
     Raises
     ------

@@ -43,8 +43,8 @@ def check_file(path: Path) -> None:
     Raises
     ------
     InvalidArgument
-        If the file cannot be written, or its folder is missing; or if it is a named pipe, which
-        would block this process until another one reads it.
+        If the file cannot be written, if its folder is missing, or if it is a named pipe, which
+        would block this process until another process reads from the pipe.
     """
     if path.resolve().is_fifo():
         raise _not_written(path, "it is a named pipe")
@@ -76,13 +76,14 @@ def write_file(path: Path, document: Any) -> None:
 def as_utf8(text: str) -> str:
     r"""Return `text` with each byte that is not UTF-8 escaped: a byte FF becomes ``\xff``.
 
-    Python has a surrogate in place of such a byte in arguments, file names and variables.
+    In arguments, file names and environment variables, Python represents such a byte by a
+    surrogate character.
     """
     return text.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def write_result(path: Path, **fields: Any) -> None:
-    """Write a JSON object with the version of r2ccl, and `fields`, to `path`.
+    """Write a JSON object to `path` that contains `fields` and the version of r2ccl.
 
     Raises
     ------

@@ -28,7 +28,7 @@ _STDIN_NBYTES = 64 << 10
 
 
 class RankGroup(Protocol):
-    """Ranks of a job on one host, here or elsewhere."""
+    """Ranks of a job on one host, which may be this host or another one."""
 
     async def attend(self) -> None:
         """Wait until all ranks have ended and their output was passed on, or the host is lost."""
@@ -44,7 +44,7 @@ class RankGroup(Protocol):
 
 
 class Supervisor:
-    """Supervisor of the ranks of a job; a `Sink` of their output and exit statuses.
+    """Supervisor of the ranks of a job; as a `Sink`, receives their output and exit statuses.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ class Supervisor:
                 self._lose_output(exc)
 
     def _lose_output(self, exc: OSError) -> None:
-        """End the ranks, because their output cannot be written, for example without a reader."""
+        """End the ranks after output could not be written, for example because the reader ended."""
         self._has_lost_output = True
         discard_output()
         is_pipe = isinstance(exc, BrokenPipeError)
@@ -153,8 +153,8 @@ class Supervisor:
     async def ended(self, rank: int, status: int) -> None:
         """Record the exit status of a rank; a status other than 0 is a failure of the job.
 
-        After a failure, the other ranks have `FAILURE_GRACE_S` to exit by themselves, and are then
-        ended, unless `keeps_going` was given.
+        Unless `keeps_going` was given, the other ranks have `FAILURE_GRACE_S` after a failure to
+        exit by themselves, and are then ended.
         """
         self.statuses[rank] = status
         if status != 0:

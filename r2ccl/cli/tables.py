@@ -1,7 +1,7 @@
 """Tables on a terminal, drawn by rich if it is installed (``pip install 'r2ccl[cli]'``).
 
 Without a terminal, or without rich, the commands print plain lines, which scripts can read. rich is
-an extra, because with the package that it needs for syntax colors it takes 13 MB.
+an optional dependency, because rich and its own dependency for syntax colors take 13 MB.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def draw(
     columns : sequence of str
         Headings; if all are empty, there is no line of headings.
     rows : iterable of sequence of str
-        Cells of each row, as many as `columns`.
+        Cells of each row, one per column.
     numbers : int
-        Number of columns at the end that hold numbers and are aligned at the right.
+        Number of trailing columns that contain numbers and are aligned to the right.
     styles : sequence of str
-        Style of each row, as rich names it; by default none.
+        Name of a rich style for each row; by default, rows have no style.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

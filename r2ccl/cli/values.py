@@ -40,7 +40,8 @@ def one_of(names: Sequence[str]) -> Callable[[str], str]:
     """Return an argparse type that accepts only the texts in `names`.
 
     For any other text, the type raises argparse.ArgumentTypeError, which suggests a similar name if
-    there is one. Also give the argument these names as ``choices``, so that shells complete them.
+    there is one. The caller should also pass `names` as ``choices`` of the argument, so that shells
+    complete them.
     """
 
     def parse(text: str) -> str:
@@ -76,7 +77,7 @@ def parse_size(text: str) -> int:
 def parse_rate(text: str) -> int:
     """Parse the rate of a NIC, ``"400gbit"`` or ``"50GB/s"``, into bytes/s; units are decimal.
 
-    A capital B stands for bytes, a small one for bits.
+    A capital B stands for bytes, a lowercase b for bits.
 
     Raises
     ------
@@ -117,7 +118,7 @@ def parse_sizes(text: str) -> list[int]:
     Raises
     ------
     argparse.ArgumentTypeError
-        If `parse_size` refuses one of them.
+        If `parse_size` refuses one of the sizes.
     """
     return [parse_size(part) for part in text.split(",")]
 

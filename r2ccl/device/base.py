@@ -9,9 +9,9 @@ until the host, or a stream of another process, writes a word in pinned memory.
 Addresses are integers.
 
 Calls that allocate memory, create streams or load kernels may wait for all work of the device; the
-driver decides which of them wait. A call that waits does not return as long as a stream waits for a
-word that the calling thread has yet to write. So make all these calls before a stream waits for the
-thread. The only exceptions are allocations whose need is not known before (`r2ccl.gpu.gpudirect`).
+driver decides which of them wait. If a stream waits for a word that the calling thread has yet to
+write, such a wait never ends. Make these calls before any stream waits for the calling thread. The
+only exceptions are allocations whose need is known only later (`r2ccl.gpu.gpudirect`).
 
 Invariants: a call that the device cannot execute raises `TransportError`; if the driver refused the
 call, the ``status`` of the exception is the driver's name of the error. Any thread may make any
@@ -87,7 +87,7 @@ class Device(Protocol):
         ...
 
     def current(self) -> AbstractContextManager[None]:
-        """Return a context manager inside whose ``with`` block this thread's calls cost less.
+        """Return a context manager that makes this thread's calls cheaper in its ``with`` block.
 
         The blocks may be nested.
         """
@@ -301,7 +301,8 @@ class Device(Protocol):
         """Wait for the streams and events that this object created, then free all its resources.
 
         No other call may be in progress. If the work does not end in time, the call raises an error
-        and frees nothing; it may be repeated then. After a success, a further call does nothing.
+        and frees nothing; `close` can then be called again. After a success, a further call does
+        nothing.
         """
         ...
 

@@ -6,9 +6,9 @@ memory created here, and this library can use theirs.
 Each call pushes the context and pops it afterwards, so every thread keeps its own current context,
 from which the CUDA runtime derives the thread's device. During the call, the capture mode of the
 thread is thread-local. In the default mode, the driver would refuse many calls, such as
-cuEventQuery, while another thread captures a CUDA graph, and would invalidate that graph. Changing
-context and mode, and changing them back, costs four driver calls. A thread that makes many calls
-enters `PrimaryContext.current` once around them.
+cuEventQuery, while another thread captures a CUDA graph, and would invalidate that graph. To set
+context and mode, and to restore both, takes four driver calls. A thread that makes many calls
+therefore enters `PrimaryContext.current` once around all of them.
 
 Invariant: a resource stays registered from `PrimaryContext.keep` until `PrimaryContext.end`, and
 `close` frees exactly the registered resources. It frees no resource of another library.
@@ -186,7 +186,7 @@ class PrimaryContext:
         InternalError
             If the resource is not registered.
         TransportError
-            If the driver refuses to free the resource, which is no longer registered then.
+            If the driver refuses to free the resource. The resource is then no longer registered.
         """
         with self._lock:
             if number not in self._books[kind]:

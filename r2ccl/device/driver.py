@@ -53,7 +53,7 @@ _MOST_BATCHES = 64
 
 
 class _Batch(NamedTuple):
-    """Operations on words that one driver call executes, prepared for reuse.
+    """Writes of words and waits for words that one driver call executes, prepared for reuse.
 
     ``words`` are the structs in ``operations`` that hold the values. Hold ``lock`` while setting
     these values and during the driver call.
@@ -164,8 +164,8 @@ class CudaDevice:
     def current(self) -> AbstractContextManager[None]:
         """Make the GPU's primary context current on this thread inside the ``with`` block.
 
-        Driver calls inside the block use the context that is current, so no other library may
-        change it there.
+        Driver calls inside the block use the current context, so no other library may change the
+        current context inside the block.
         """
         return self._context.current()
 
@@ -292,8 +292,8 @@ class CudaDevice:
     def map(self, handle: bytes) -> int:
         """Implement `Device.map`; the process that exported the handle cannot map it.
 
-        The GPU that has the memory must be visible to this process too. If that is another GPU, the
-        call also lets this GPU access the memory.
+        The GPU that has the memory must also be visible to this process. If it is not this
+        object's GPU, the call also lets this object's GPU access the memory.
 
         Raises
         ------
@@ -365,8 +365,8 @@ class CudaDevice:
         """Implement `Device.is_capturing`.
 
         While another stream of the process captures in the global mode, the driver refuses this
-        query for the legacy default stream. Work on that stream would invalidate the capture, so
-        the result is True.
+        query for the legacy default stream. The result is then True, because work on the legacy
+        default stream would invalidate the capture.
         """
         api = self._cuda.api.CUstreamCaptureStatus
         try:

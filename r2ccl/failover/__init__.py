@@ -1,4 +1,4 @@
-"""Fault tolerance: one package per concept, with the state machines apart from their drivers.
+"""Fault tolerance: one package per concept, each with its state machine separate from its driver.
 
 ==============  ===================================================================================
 `migration`     moves the slices of a channel from a failed path to another path
@@ -9,11 +9,11 @@
 `shrink`        makes the surviving ranks agree on their new communicator
 ==============  ===================================================================================
 
-In a package, ``protocol.py`` holds tables and pure state: it takes events, and uses no socket,
-thread or clock. ``driver.py`` passes events to it and carries out the actions that follow.
-`migration` has `path` and `link` in place of ``protocol.py``; `bandwidth` needs no driver.
+In a package, ``protocol.py`` contains tables and pure state: it takes events, and uses no socket,
+thread or clock. ``driver.py`` passes events to ``protocol.py`` and carries out the resulting
+actions. `migration` has `path` and `link` in place of ``protocol.py``; `bandwidth` needs no driver.
 
 `failover` dispatches events to the packages. `revocation` ends the communicator. `connector` and
 `probes` serve several packages. `context` has the values that all parts of a rank's data plane
-share. `exclusion` finds the ranks and rails that use the NICs that an operator has declared failed.
+share. `exclusion` maps NICs that an operator has declared failed to the ranks and rails using them.
 """

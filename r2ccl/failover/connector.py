@@ -8,10 +8,10 @@ and reports the success. Then both ends take the path into use::
     caller    Offer(info) ->              join, hello ... Joined    EndpointReady ->    use
     answerer              join, Answer(info) ->                                      use
 
-After any failure the caller begins again with new endpoints, any number of times. Before it does
-so, it pauses; the pause doubles up to a cap. If an attempt to connect a path times out, the next
-one begins without a pause, because the caller has waited already. An answerer whose port is not
-ready tries to answer the same offer again until a newer one arrives or, for a probe, for
+After any failure the caller begins again with new endpoints, any number of times. It pauses before
+each new attempt; the pause doubles up to a maximum. If an attempt to connect a path times out, the
+next attempt begins without a pause, because the caller has waited already. An answerer whose port
+is not ready tries to answer the same offer again until a newer offer arrives or, for a probe, for
 `_ANSWER_TIMEOUT_S`. The messages of an attempt carry its number (``attempt``) and the path's
 ``epoch``. The control session, which carries the endpoint info, is authenticated, so the endpoints
 need no authentication.
@@ -22,12 +22,12 @@ caller, even if it is the higher rank, and need not report that the connection i
     prober    Offer(info) ->              join, hello ... Joined
     probed                join, Answer(info)
 
-The probed end is kept until the next offer of the same probe arrives: the prober has then closed
-its end. Probes have low priority: per tick, at most one offer of a probe is sent, and none while
-paths are being repaired. If a probe cannot be connected (for example because the fabric does not
-connect its two rails), the pauses between the attempts grow to one minute. A pause ends early when
-the prober's port comes up, when a path to the probed rank on one of the two rails comes up, when
-the probed rank reports that its port came up, and when a probe between two ports of one rail is
+The probed end is kept until the next offer of the same probe arrives, because the prober has then
+closed its end. Probes have low priority: per tick, at most one offer of a probe is sent, and none
+while paths are being repaired. If a probe cannot be connected (for example because the fabric does
+not connect its two rails), the pauses between the attempts grow to one minute. A pause ends early
+when the prober's port comes up, when a path to the probed rank on one of the two rails comes up,
+when the probed rank reports that its port came up, or when a probe between two ports of one rail is
 requested but cannot be made (`r2ccl.failover.probes.Probes.on_probed`).
 
 Invariant: this rank has at most one endpoint that is not in use yet per path, and at most one per
@@ -66,9 +66,9 @@ _TIMED_OUT = (
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """Control message: endpoint info of the caller, for a path or a probe.
 
-    ``rail`` is the receiver's rail. ``via`` is the sender's rail of a probe; -1: the message
-    concerns a path, whose two rails are the same. ``epoch`` is the epoch of the path, or the number
-    of the probe's connection. ``attempt`` is a number that the sender uses for this attempt only.
+    ``rail`` is the receiver's rail. ``via`` is the sender's rail for a probe, and -1 for a path,
+    whose ends are on the same rail. ``epoch`` is the epoch of the path, or the number of the
+    probe's connection. ``attempt`` is a number that the sender uses for this attempt only.
     """
 
     rail: int
@@ -101,16 +101,16 @@ class EndpointReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
-    """Return the probes that a rank connects: two per RDMA port of each peer.
+    """Return the probes that a rank connects: two to each RDMA port of each peer.
 
-    One starts from the rank's own port on the same rail, the other from its port on the next rail;
-    if there is only one RDMA rail, the second is left out.
+    The first starts from the rank's own port on the same rail, the second from its port on the next
+    rail. If there is only one RDMA rail, the second is left out.
 
     Parameters
     ----------
     peers : sequence of int
     rails : sequence of int
-        RDMA rails, in order; the rail after the last one is the first one.
+        RDMA rails, in order; the last rail is followed by the first.
     """
     following = dict(zip(rails, [*rails[1:], *rails[:1]], strict=True))
     return [
@@ -122,7 +122,7 @@ def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
 
 
 class _Attempt:
-    """State at this rank of connecting a path, a probe by this rank, or a probe by a peer."""
+    """State of this rank's attempt to connect a path, its own probe, or a peer's probe."""
 
     __slots__ = ("deadline", "endpoint", "epoch", "expiry", "number", "offer", "pause")
 
@@ -162,8 +162,8 @@ class Connector:
     send : callable
         ``send(peer, message)`` over the control plane, exactly once and in order.
     on_joined : callable
-        ``on_joined(peer, rail, epoch, endpoint)``: takes ownership of the endpoint of a path that
-        is connected. The prober's endpoint of a connected probe belongs to the transport.
+        ``on_joined(peer, rail, epoch, endpoint)``: takes ownership of the endpoint of a connected
+        path. When a probe is connected, the transport owns the prober's endpoint.
     clock : Clock
     """
 
@@ -309,13 +309,13 @@ class Connector:
                     attempt.offer = None
 
     def _probes(self) -> Iterator[tuple[ProbeKey, _Attempt]]:
-        """Yield the probes of which this rank is the caller, with their attempts."""
+        """Yield the probes that this rank makes, with the attempts to connect them."""
         for key, attempt in self._attempts.items():
             if isinstance(key, ProbeKey):
                 yield key, attempt
 
     def on_message(self, peer: int, message: Offer | Answer | EndpointReady) -> None:
-        """Handle a control message from `peer`; ignore a stale one.
+        """Handle a control message from `peer`; ignore a stale message.
 
         A message about a rail that does not exist is logged and ignored.
         """
@@ -386,7 +386,7 @@ class Connector:
         self._send(key.peer, Offer(key.rail, attempt.epoch, attempt.number, info, _via(key)))
 
     def _on_asker(self, key: ProbeKey, offer: Offer) -> None:
-        """Answer the offer of a peer that probes this rank, now or, during repairs, later.
+        """Answer the offer of a peer that probes this rank; during repairs, postpone the answer.
 
         The endpoint of an earlier offer of the same probe is closed.
         """
@@ -448,7 +448,7 @@ class Connector:
         self._on_joined(key.peer, key.rail, attempt.epoch, endpoint)
 
     def _failed(self, key: PathKey | ProbeKey, attempt: _Attempt, why: str) -> None:
-        """Close this end, and schedule a new offer (caller) or another answer to the same offer."""
+        """Close this end; schedule a new offer (caller) or a new answer to the offer (answerer)."""
         is_probe = isinstance(key, ProbeKey)
         if not isinstance(key, ProbeKey):
             self._failures[key] = why

@@ -38,8 +38,8 @@ class RankContext(NamedTuple):
     excluded : frozenset of (int, int)
         Rank and rail of the rails that are excluded at the start; equal on all ranks.
     neighbors : collection of int or None
-        Ranks that data paths are connected to at the start; others follow when a call needs them.
-        None: all ranks.
+        Ranks to which data paths are connected at the start; paths to other ranks are connected
+        when a call needs them. None: all ranks.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class RankContext(NamedTuple):
 
     @property
     def first_peers(self) -> Sequence[int]:
-        """Ranks that data paths are connected to at the start, in ascending order."""
+        """Ranks to which data paths are connected at the start, in ascending order."""
         return self.peers if self.neighbors is None else sorted(self.neighbors)
 
     @property
@@ -73,7 +73,7 @@ class RankContext(NamedTuple):
 
     @property
     def joined(self) -> list[int]:
-        """RDMA rails: the two ends of a path exchange endpoint info to connect it (`Connector`)."""
+        """RDMA rails: to connect a path, its two ends exchange endpoint info (`Connector`)."""
         return [rail for rail in range(self.nrails) if self.transport.joins(rail)]
 
     @property

@@ -1,9 +1,9 @@
 """Maps the NICs that an operator has declared failed to the ranks and rails that use them.
 
-``R2CC_FAILED_NICS`` names the host of a NIC, `Communicator.exclude` one rank of the host. A NIC
-given by name is excluded for all ranks of the host that use it. A NIC given by the number of a rail
-is excluded for all ranks of the host (``R2CC_FAILED_NICS``) or for the given rank only
-(`Communicator.exclude`).
+``R2CC_FAILED_NICS`` identifies the host of a NIC by its name or number; `Communicator.exclude`
+identifies the host by one of its ranks. A NIC given by name is excluded for all ranks of the host
+that use it. A NIC given by the number of a rail is excluded for all ranks of the host
+(``R2CC_FAILED_NICS``) or for the given rank only (`Communicator.exclude`).
 
 All functions are pure. The `PeerInfo` of all ranks, which `declared` and `ports_of` read, is equal
 on all ranks, so all ranks get the same results.
@@ -36,8 +36,8 @@ class Declared(NamedTuple):
 def declared(peers: Sequence[PeerInfo]) -> Declared:
     """Return the ports that are excluded at the start, and the entries that name no NIC.
 
-    The ports are those of the NICs in the ``R2CC_FAILED_NICS`` of any rank, and those excluded
-    before a shrink.
+    The ports are the ports of NICs in the ``R2CC_FAILED_NICS`` of any rank, and the ports that were
+    excluded before a shrink.
 
     Parameters
     ----------

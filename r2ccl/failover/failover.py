@@ -202,9 +202,9 @@ class Failover:
         longer waits. Until then, paths that a peer closes as idle are connected again.
 
         If more than ``R2CC_MAX_CONNECTIONS`` (0: no limit) peers would be connected, first begin to
-        close the paths to the ranks in excess, least recently used first. Only idle paths are
-        closed, and none that `start` made or that a running call uses or waits for, so the limit
-        may be exceeded. In the fail-stop baseline, no path is closed.
+        close the paths to the surplus peers, least recently used first. Only idle paths are closed.
+        Paths that `start` made, and paths that a running call uses or waits for, stay open, so the
+        limit may be exceeded. In the fail-stop baseline, no path is closed.
         """
         self._joining.update(peers)
         self._make_room(peers)
@@ -234,9 +234,9 @@ class Failover:
         ----------
         peer : int
         is_own : bool
-            True if this rank needs the paths, so that `peer` must be told to connect them too;
-            False if `peer` has asked for them. In that case, idle paths to other ranks may be
-            closed first, as in `connect_peers`.
+            True if this rank needs the paths; `peer` is then told to connect them too. False if
+            `peer` has asked for the paths; idle paths to other ranks may then be closed first, as
+            in `connect_peers`.
         """
         if peer in self._links.connected:
             return
@@ -310,11 +310,11 @@ class Failover:
         self.probes.on_probed(event, is_over=self.is_over)
 
     def _port_down(self, rail: int, cause: str) -> None:
-        """Fail the paths of a local port that is down, first those that a call waits for.
+        """Fail the paths of a local port that is down, first the paths that a call waits for.
 
-        The others follow once no repair is in progress, at the latest after `GIVE_WAY_S`. A job
-        with many nodes has many idle paths. Their repair, and the agreement of all ranks, would
-        take processor time from the repair that a call waits for.
+        The other paths follow once no repair is in progress, at the latest after `GIVE_WAY_S`. A
+        job with many nodes has many idle paths. To repair these paths and to run the agreement of
+        all ranks would take processor time from the repair that a call waits for.
         """
         for peer in sorted(self._links.awaited_peers() & self._links.peers):
             self.migration.fail(PathKey(peer, rail), cause)
@@ -544,9 +544,9 @@ class Failover:
     ) -> None:
         """Take the paths of `excluded` rails out of use; probe those of `included` rails soon.
 
-        Both sets contain rails as (rank, rail): those newly excluded, and those not excluded any
-        more. Report this rank's own rails too: the `excluded` ones as down, and the `included` ones
-        as up if no path will show that they work.
+        Both sets contain rails as (rank, rail): rails that are newly excluded, and rails that are
+        no longer excluded. Also report this rank's own rails: the `excluded` ones as down, and the
+        `included` ones as up if no path will show that they work.
         """
         self.excluded = (self.excluded | excluded) - included
         if self.is_over or self.agreement is None:
@@ -622,10 +622,10 @@ class Failover:
     def _report_down(self, rank: int, rail: int) -> None:
         """Report a failed port to the health agreement, unless a path over the port is up.
 
-        If there are several nodes, paths inside a node do not show that this rank's port works, so
-        they do not count for it. A peer's port is reported only because of the path to the peer, so
-        it is not reported if that path is up, or if the paths to the peer are closed as idle (see
-        `_withdraw_reports`).
+        For this rank's own port, paths to other nodes count; paths inside a node count only if
+        there is one node, because they do not show that the port works. For a peer's port, only the
+        path from this rank counts; a peer's port is also not reported if the paths to the peer are
+        closed as idle (see `_withdraw_reports`).
         """
         if self.agreement is None or self.revocation.is_leaving or self.is_over:
             return

@@ -1,8 +1,8 @@
 """Probes of ports, and detection of paths that make no progress.
 
 A TCP rail is probed without preparation. An RDMA rail needs a connection for each `ProbeKey`. The
-connection is set up once the paths are up or the time for connecting them is over, and set up again
-after an unanswered probe, which breaks it.
+connection is set up when all paths are up, at the latest after the time limit for connecting the
+paths. An unanswered probe breaks the connection, which is then set up again.
 
 Not thread-safe. Invariant: every caller of `Probes.ask` gets exactly one result, unless the
 transport is closed first.
@@ -42,8 +42,8 @@ class Probes:
     def ask(self, key: ProbeKey, on_answer: Callable[[Probed], None]) -> None:
         """Send the probe `key`; call ``on_answer(probed)`` once, when the outcome is known.
 
-        If a probe of `key` is in flight, no second one is sent: its result counts for this call
-        too.
+        If a probe of `key` is in flight, no second probe is sent: the result of the first probe
+        counts for this call too.
         """
         waiting = self._asking.setdefault(key, [])
         waiting.append(on_answer)
@@ -59,16 +59,16 @@ class Probes:
     def on_probed(self, event: Probed, *, is_over: bool = False) -> None:
         """Pass the result of a probe to all callers that wait for it.
 
-        An unanswered RDMA probe has broken its connection, or had none because an earlier probe
-        broke it. A new connection is then scheduled, in place of an attempt under way. If an RDMA
-        probe between the two ports of one rail could not be made, the pause before the next attempt
-        to connect it ends (`Connector.hurry`).
+        After an unanswered RDMA probe there is no connection, because this probe or an earlier one
+        broke it. A new connection is then scheduled, which replaces any attempt in progress. If an
+        RDMA probe between the two ports of one rail could not be made, the next attempt to connect
+        the probe starts without further pause (`Connector.hurry`).
 
         Parameters
         ----------
         event : Probed
         is_over : bool
-            True if the communicator has ended: no connection is made any more.
+            True if the communicator has ended, so that no new connection is made.
         """
         key = event.key
         if not is_over and self._transport.joins(key.rail):
@@ -106,8 +106,8 @@ class Watch:
             Time in seconds.
         paths : iterable of (PathKey, object, bool)
             ``(path, activity, has_work)`` of every path that is up. ``activity`` is a value that
-            changes with every event on the path and with every new connection of it. ``has_work``
-            is True if an event is expected.
+            changes with every event on the path and whenever the path is connected again.
+            ``has_work`` is True if an event is expected.
 
         Returns
         -------
@@ -130,7 +130,7 @@ class Watch:
         return suspects
 
     def are_silent(self, paths: Iterable[PathKey]) -> bool:
-        """Return whether all `paths` made no progress for `suspicion_s`; True for no paths."""
+        """Return whether each path made no progress for `suspicion_s`; True if `paths` is empty."""
         return all(self._silent_s.get(path, 0.0) >= self._suspicion_s for path in paths)
 
 

@@ -32,17 +32,17 @@ from r2ccl.failover.migration.links import Links
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
     """Control message that revokes the communicator and gives the reason.
 
-    ``kind`` is the name of the error's class (empty: ``rank`` closed the communicator too early),
-    ``rank`` the rank that found or caused the error, ``peer`` the rank that the error concerns (-1:
-    none in particular). ``text`` is the error's message, or the cause of a `PeerLost`, cut to
-    `_MAX_TEXT` characters.
+    ``kind`` is the name of the error's class (empty: ``rank`` closed the communicator too early).
+    ``rank`` is the rank that found or caused the error, and ``peer`` is the rank that the error
+    concerns (-1: no particular rank). ``text`` is the error's message, or the cause of a
+    `PeerLost`, cut to `_MAX_TEXT` characters.
 
     The class of the receiver's error depends on ``kind``:
 
     - ``InvalidArgument``: `InvalidArgument`;
     - ``PeerLost``: `PeerLost`, unless the receiver is ``peer`` itself;
-    - ``NoHealthyRail``: the receiver's own `NoHealthyRail`, if it is ``peer``, has begun to connect
-      paths to ``rank``, and all of them are down;
+    - ``NoHealthyRail``: the receiver's own `NoHealthyRail`, if the receiver is ``peer``, has begun
+      to connect paths to ``rank``, and all these paths are down;
     - in all other cases: `CommunicatorRevoked` with ``text``.
     """
 
@@ -93,8 +93,8 @@ class Revocation:
     fence_all : callable
         Called once, when the communicator ends: begins to fence all paths.
     no_rail : callable
-        ``no_rail(peer)``: returns this rank's error if no path to `peer`, one of ``links.peers``,
-        is up; else None.
+        ``no_rail(peer)`` returns this rank's error if no path to `peer` is up, else None; `peer` is
+        one of ``links.peers``.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Revocation:
             self.end(error, message)
 
     def give_up(self, error: R2cclError, kind: str = "", peer: int = -1) -> None:
-        """End the communicator on this rank with `error`; if `kind` is given, tell all ranks.
+        """End the communicator on this rank with `error`; unless `kind` is empty, on all ranks.
 
         Do nothing if the communicator has ended already.
 
@@ -158,7 +158,7 @@ class Revocation:
         kind : str
             ``Revoke.kind`` of the message to the other ranks; empty: send no message.
         peer : int
-            Rank that the error concerns; -1: none in particular.
+            Rank that the error concerns; -1: no particular rank.
         """
         text = error.why if isinstance(error, PeerLost) else str(error)
         message = Revoke(kind or type(error).__name__, text, self._rank, peer)
@@ -167,7 +167,7 @@ class Revocation:
         self.end(error, message)
 
     def end(self, error: R2cclError, message: Revoke) -> None:
-        """Store `error`, call `on_end` and begin to fence all paths; only the first call counts."""
+        """Store `error`, call `on_end` and begin to fence all paths; later calls do nothing."""
         if self.error is None:
             self.error, self.reason = error, message
             for act in tuple(self.on_end):
@@ -206,12 +206,12 @@ class Revocation:
     # Leaving
 
     def leave(self) -> None:
-        """Tell all ranks that this rank is leaving; to be called once its slices are confirmed."""
+        """Tell all ranks that this rank is leaving; called when all its slices are confirmed."""
         self.is_leaving = True
         self._announce(Leaving.of([self._rank]))
 
     def tell_why(self) -> None:
-        """Send the reason why the communicator has ended, if it has, on all sessions of this rank.
+        """If the communicator has ended, send the reason on all control sessions of this rank.
 
         Each rank calls this before it closes its control sessions. Otherwise its `Goodbye` could
         reach a peer before the `Revoke` of another rank, and the peer would report a wrong reason.
@@ -222,9 +222,9 @@ class Revocation:
     def spread(self) -> None:
         """Send each neighbor a `Leaving` with the ranks that became known since the last call.
 
-        A message leaves out its receiver and the receiver's neighbors: these have told the receiver
-        themselves. Called at every tick, so that one message names several ranks, and before this
-        rank closes its control sessions.
+        A message omits its receiver and the neighbors of its receiver, which have informed the
+        receiver themselves. Called at every tick, so that one message names several ranks, and
+        before this rank closes its control sessions.
         """
         news, self._unspread = self._unspread, set()
         if not news:

@@ -149,7 +149,7 @@ def _numbers(count: int) -> npt.NDArray[np.int32]:
 
 
 def _with_nobody(count: int, dtype: np.dtype[np.void], *fields: str) -> Records:
-    """Return `count` records that are 0 everywhere, except -1 (nobody) in `fields`."""
+    """Return `count` records whose `fields` are -1 (nobody) and whose other fields are 0."""
     records = np.zeros(count, dtype)
     for field in fields:
         records[field] = -1

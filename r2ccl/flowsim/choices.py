@@ -47,7 +47,8 @@ def simulate_choice(
     Raises
     ------
     InvalidArgument
-        If two ranks that exchange data have no rail that is up at both; or as for `simulate`.
+        If two ranks that exchange data have no rail that is up at both, or for the reasons given in
+        `simulate`.
     """
     rows, n = cluster.rows, len(cluster.rows)
     nodes = range(n) if choice.schedule.nranks == n else cluster.nodes

@@ -101,15 +101,17 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         inside_alpha_s: float = 0.0,
         reduction_rate: float = 0.0,
     ) -> Network:
-        """Return `nnodes` nodes, each with `nrails` ports of `bandwidth` bytes/s per direction.
+        """Return a network of `nnodes` nodes with `nrails` equal ports each.
 
-        The ranks are numbered node by node. `ranks_per_node` is the number of ranks on each node;
-        all other arguments have their meaning in `Network`.
+        Each port has `bandwidth` bytes/s per direction. The ranks are numbered node by node.
+        `ranks_per_node` is the number of ranks on each node; all other arguments are as in
+        `Network`.
 
         Raises
         ------
         InvalidArgument
-            If `nnodes`, `nrails` or `ranks_per_node` is below 1, or as for `Network`.
+            If `nnodes`, `nrails` or `ranks_per_node` is below 1, or for the reasons given in
+            `Network`.
         """
         if ranks_per_node < 1:
             raise _wrong("ranks_per_node", ranks_per_node, "1 or more")
@@ -143,7 +145,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         Raises
         ------
         InvalidArgument
-            As for `Network`.
+            For the reasons given in `Network`.
         """
         return msgspec.structs.replace(self, changes=(*self.changes, *changes))
 
@@ -151,7 +153,8 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         """Return a copy of the network in which `rails` of `node` fail at `time_s`.
 
         `time_s` is in seconds from the start of the simulation; 0: the rails are dead from the
-        start. Changes that the network already has still apply, so a later one can revive a rail.
+        start. Changes that the network already has still apply, so a later change can revive a
+        rail.
 
         Raises
         ------
@@ -168,7 +171,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         """Return a copy of the network in which `node` has `fraction` of its initial bandwidth.
 
         The initial bandwidth of each rail of the node is multiplied by `fraction`.
-        `Network.changes` stay as they are.
+        `Network.changes` is not modified.
 
         Raises
         ------

@@ -119,8 +119,8 @@ def _rows(arrays: ScheduleArrays) -> Records:
 def _links(ops: npt.NDArray[np.void], other: Ints, lane: Ints, nranks: int) -> tuple[Records, Ints]:
     """Return ``messages`` and ``links`` of the `Program`.
 
-    Op ``i`` of `ops` is matched with op ``other[i]``; ``lane[i]`` is its shape number times
-    `nranks`, plus its rank.
+    Op ``i`` of `ops` is matched with op ``other[i]``; ``lane[i]`` is the shape number of op ``i``
+    times `nranks`, plus the rank of op ``i``.
     """
     sends = np.flatnonzero(ops["kind"] == OpKind.SEND)
     key = lane[sends] * nranks + ops["peer"][sends]

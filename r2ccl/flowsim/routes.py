@@ -72,9 +72,9 @@ class PortRoutes(NamedTuple):
         """Return the egress and ingress port of every link.
 
         A link whose home rail is dead at either end uses a rail that is alive at both ends. If
-        there are several such rails, these links from one rank to another are spread over them
-        round-robin. With node ports, home rails are ignored, and each end needs only one rail that
-        is alive.
+        there are several such rails, the links that need one are spread over them round-robin,
+        separately for each pair of source and destination rank. With node ports, home rails are
+        ignored, and each end needs only one rail that is alive.
 
         Parameters
         ----------
@@ -85,8 +85,8 @@ class PortRoutes(NamedTuple):
         -------
         ndarray of int64, shape (2, nlinks)
             Numbers of the egress port (row 0) and of the ingress port (row 1) of each link;
-            `NOWHERE` if there is no such rail, `FREE` if the link is within a node and
-            `Network.inside_bandwidth` is infinite.
+            `NOWHERE` if no rail that is alive can carry the link, `FREE` if the link is within a
+            node and `Network.inside_bandwidth` is infinite.
         """
         nodes = np.array(self.network.nodes)
         source, target = nodes[self.src], nodes[self.dst]
@@ -105,7 +105,7 @@ class PortRoutes(NamedTuple):
         return np.stack([egress, ingress])
 
     def _alive(self, table: Floats, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """Return each link's rail at its source and at its destination; -1 if it has none.
+        """Return each link's rail at its source and its destination; -1 if no rail can carry it.
 
         `source` and `target` are the nodes of the links' ends. If all rails of a node are modeled
         as one port, the rail is 0.

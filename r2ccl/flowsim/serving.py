@@ -13,7 +13,7 @@ batching and pipeline parallelism are not modeled.
 References
 ----------
 Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model
-parallelism", arXiv:1909.08053, 2019: two allreduces a layer in the forward pass.
+parallelism", arXiv:1909.08053, 2019: two allreduces per layer in the forward pass.
 """
 
 from __future__ import annotations

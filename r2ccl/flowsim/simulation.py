@@ -67,7 +67,7 @@ def simulate(
         Maximum bytes of a slice (a slice has at least one element), or maximum number of slices per
         chunk. Give exactly one of the two.
     counts : sequence of int, optional
-        Elements of each part of the buffer. Default: equal parts, as many as the schedule has.
+        Elements of each part of the buffer. Default: the parts of the schedule have equal sizes.
     weights : sequence of int, optional
         Share of each channel in the buffer. Default: the weights of the schedule.
     rails : callable, optional
@@ -85,8 +85,8 @@ def simulate(
         end at different times.
     tolerance : float
         Max-min only, 0 or more and below 1: a slice may end at an earlier event if at most this
-        share of its bytes is left then. The bytes left are sent with the link's next slice. 0:
-        exact.
+        share of its bytes is left at that event. The bytes left are sent with the link's next
+        slice. 0: exact.
 
     Returns
     -------
@@ -96,8 +96,8 @@ def simulate(
     ------
     InvalidArgument
         If an argument is out of range, if the network and the schedule have different numbers of
-        ranks, if `rails` returns anything but existing rails, or if a link that has data to send is
-        left without a rail that is alive at both ends.
+        ranks, if `rails` does not return one existing rail per end of each link, or if a link that
+        has data to send is left without a rail that is alive at both ends.
     ScheduleError
         If `compile_schedule` raises it, or the ops deadlock.
 
@@ -114,7 +114,7 @@ def simulate(
     predecessor without a pause, as in a ring of equal nodes. Any other slice takes about 1 µs with
     fair queues; max-min recomputes the rates of all affected links once per batch. Examples for an
     allreduce over 1,024 nodes with 8 rails: a ring with 8 channels and 4 slices per chunk, 67
-    million slices in all, takes 19 s (15 s of which generate the ops) and 0.8 GB; 28 packed trees
+    million slices in all, takes 19 s (15 s of it to generate the ops) and 0.8 GB; 28 packed trees
     with 16 slices per chunk take 5 s with fair queues, and 28 s with max-min at a tolerance of
     0.01. The first call on a machine compiles for up to 30 s.
 

@@ -104,7 +104,7 @@ def step(job: TrainingJob, allreduce_s: AllreduceTime) -> TrainingStep:
 
     Examples
     --------
-    The backward pass takes 6 s. Each of the three buckets becomes final 2 s after the one before,
+    The backward pass takes 6 s. Each of the three buckets becomes final 2 s after the previous one,
     and its allreduce takes 2 s:
 
     >>> step(TrainingJob(compute_s=9.0, gradient_nbytes=3, bucket_nbytes=1), lambda nbytes: 2.0)

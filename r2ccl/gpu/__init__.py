@@ -12,5 +12,5 @@
 ===============  ==================================================================================
 
 `nic_affinity` finds the NICs near each GPU, `pxn` reaches distant NICs through other GPUs, and
-`hardware` opens GPUs. Importing this package imports no module of it and loads no driver.
+`hardware` opens GPUs. Importing this package imports none of its modules and loads no driver.
 """

@@ -4,14 +4,14 @@ Scans, and calls that list the parts of the ranks (such as gather and alltoallv)
 `r2ccl.gpu.copied`, which is not selected here. The backends for all other calls are, in order of
 preference:
 
-1. Kernels access the memory of all GPUs of the node (`r2ccl.gpu.peer`). With several nodes this is
-   for allreduces only: such kernels work within the nodes, and backend 2 or 3 between them
-   (`r2ccl.gpu.hierarchical`).
+1. Kernels access the memory of all GPUs of the node (`r2ccl.gpu.peer`). With several nodes, only
+   allreduces use this backend: the kernels move data within each node, and backend 2 or 3 moves
+   data between the nodes (`r2ccl.gpu.hierarchical`).
 2. NICs read and write slices in GPU memory (`r2ccl.gpu.gpudirect`).
 3. Data is copied through pinned host memory (`r2ccl.gpu.staged`). This backend supports all of
    these calls.
 
-On one node, backend 2 is only tried if backend 1 does not work.
+On one node, backend 2 is tried only if backend 1 does not work.
 
 The ranks try a backend to find out whether it works, because device attributes do not show this
 reliably.
@@ -206,7 +206,7 @@ class BackendSelector:
         self._pxn = pxn
 
     def select(self, device: Device, kernels: GpuKernels) -> tuple[GpuBackend, ...]:
-        """Try backends on all ranks, and return those to use.
+        """Try backends on all ranks, and return the backends to use.
 
         Returns
         -------
@@ -217,8 +217,8 @@ class BackendSelector:
         Raises
         ------
         InvalidArgument
-            With several nodes and CUDA IPC: on all ranks, if they have different numbers of RDMA
-            rails, or more than 64.
+            On all ranks, with several nodes and CUDA IPC: if the ranks have different numbers of
+            RDMA rails, or more than 64 RDMA rails each.
         TransportError
             If streams of the GPU cannot wait for the host, if R2CC_IPC=1 is set and the GPUs cannot
             access each other's memory, or if the device failed or its memory is full.
@@ -275,7 +275,7 @@ class BackendSelector:
         )
 
     def _why_no_ipc(self) -> str:
-        """Return why the ranks do not try CUDA IPC; empty if they try it. Equal on all ranks."""
+        """Return the reason not to try CUDA IPC, the same on all ranks; empty if it is tried."""
         sizes = {len(node) for node in self._nodes}
         if self._config.ipc == "0":
             return "R2CC_IPC=0"
@@ -347,7 +347,7 @@ class BackendSelector:
         )
 
     def _homes_of(self, group: Sequence[int], affinity: NicAffinity | None) -> list[int]:
-        """Return the transport's numbers of the rails that the ranks in `group` plan with.
+        """Return the rails that the ranks in `group` plan with, as rail numbers of the transport.
 
         These are the home rails of the ranks' GPUs. The list is empty if the rails are sockets.
         """
@@ -417,7 +417,7 @@ class BackendSelector:
         return -(-nbytes // max(VECTORS)) * max(VECTORS)
 
     def _waiting(self) -> dict[str, Any]:
-        """Return the arguments of `PeerBackend` that control its waits."""
+        """Return the keyword arguments of `PeerBackend` that control how it waits."""
         return {
             "check": self._engine.check,
             "clock": monotonic,

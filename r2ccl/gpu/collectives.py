@@ -283,7 +283,7 @@ class DeviceCollectives:
         TransportTimeout
             If the work of a backend on the device has not ended after such a wait. The memory of
             this backend and of the following ones is then not freed, the device is not closed, and
-            the arrays that it may still use stay referenced until the process ends.
+            the arrays that the device may still use stay referenced until the process ends.
             Also if other work on the device does not end within the device's own time limit. All
             backends are then closed, but the device is not.
         TransportError

@@ -95,7 +95,7 @@ class CopiedBackend(HostMemoryBackend[DeviceJob]):
         self._memory = self._device.allocate_pinned(_nbytes_of(_request_of(call)))
 
     def begin(self, call: DeviceCall, stream: Stream) -> DeviceJob:
-        """Begin a call that follows the work on `stream` so far; see `StagedBackend.begin`."""
+        """Begin a call that follows all work on `stream` so far; see `StagedBackend.begin`."""
         return DeviceJob(
             call=call, before=self._recorded(stream), done=self.take_event(),
             number=self._next_number(),

@@ -1,16 +1,16 @@
 """Reduces, averages and copies slices in GPU memory, asynchronously to the data loop.
 
-`ReductionStream` numbers the work it enqueues on one stream. After new work, `commit` records an
-event, by which the host learns how much of the work is done.
+`ReductionStream` numbers the work that it enqueues on one stream. After new work, `commit` records
+an event; the host queries the event to find out how much of the work is done.
 
-*Order.* Work on the stream runs in order, so the host need not order kernels among each other, even
-those of different channels. The host orders kernels relative to NICs. A NIC reads a kernel's output
-after the host has seen that the kernel's event is done. A kernel that reads a NIC's output is
-launched after the host has polled the completion of the NIC's write: "only CUDA synchronization and
-work submission APIs provide memory ordering of GPUDirect RDMA operations". On a device that
-reorders remote writes, one flush precedes the first work after each `commit`. That suffices,
-because the work for a slice is enqueued after the slice arrived, and a `commit` follows each poll
-of the transport.
+*Order.* Work on the stream runs in order, so the host does not need to order kernels relative to
+each other, even kernels of different channels. The host orders kernels relative to NICs. A NIC
+reads a kernel's output after the host has seen that the kernel's event is done. A kernel that reads
+a NIC's output is launched after the host has polled the completion of the NIC's write: "only CUDA
+synchronization and work submission APIs provide memory ordering of GPUDirect RDMA operations". On a
+device that reorders remote writes, one flush precedes the first work after each `commit`. One flush
+suffices, because the work for a slice is enqueued after the slice arrived, and a `commit` follows
+each poll of the transport.
 
 Only `ReductionStream.drain` waits for work on the device. Invariant: work counts as done only after
 the host has seen that its event is done.
@@ -40,7 +40,7 @@ class ReductionKernels(Protocol):
     def prepare(self, form: Form) -> object:
         """Load the kernel of `form`, unless it is loaded; may wait for the device.
 
-        The result is not used.
+        Callers ignore the return value.
 
         Raises
         ------
@@ -104,8 +104,8 @@ class ReductionStream:
 
     Notes
     -----
-    Only one thread may use it at a time: during a collective the thread that owns the data loop,
-    otherwise the thread that runs the collectives.
+    Only one thread may use this object at a time: during a collective the thread that owns the
+    data loop, otherwise the thread that runs the collectives.
 
     *After failure*: if `run`, `copy` or `mark` raises, it has enqueued no work and used no number.
     Earlier work may still run until `drain` returns True.

@@ -16,7 +16,7 @@ work is done.
 
 *Memory and kernels* of a call are prepared in `GpuDirectBackend.prepare`, while no stream waits for
 a call, because allocating and loading may wait for the device. The worker allocates only memory
-whose need `prepare` cannot know: scratch memory of some schedules, landing places beyond the number
+that `prepare` cannot foresee: scratch memory of some schedules, landing places beyond the number
 used so far, and the staging copy of an array whose registration fails. If the driver waits for all
 work of the device in such an allocation, and the caller's stream already waits for the call, the
 call hangs; ``make bench-gpu`` shows whether cuMemAlloc waits.
@@ -114,7 +114,7 @@ class GpuDirectBackend(SignalledStream):
         self._cleared: dict[int, tuple[Layout, Layout]] = {}
 
     def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
-        """Return whether `call` is large enough for this backend, and there are kernels for it.
+        """Return whether `call` is large enough for this backend, and kernels for `call` exist.
 
         A call is large enough if its input or its output is larger than R2CC_EAGER_NBYTES times the
         number of ranks. For smaller calls, two copies through pinned memory (`StagedBackend`) cost

@@ -96,8 +96,8 @@ class HierarchicalBackend(PeerBackend):
         Backends between nodes, in order of preference; the last supports all calls. Borrowed: the
         caller closes them.
     enter : callable
-        Enters an allreduce among the ranks that have this rank's index in their nodes, and returns
-        its plan. AVG divides by the number of all ranks.
+        Enters an allreduce among the ranks with the same index in their nodes as this rank, and
+        returns its plan. AVG divides by the number of all ranks.
     nnodes : int
         Number of nodes.
     *others, **named
@@ -174,8 +174,8 @@ class HierarchicalBackend(PeerBackend):
     def _parts(self, call: DeviceCall) -> Iterator[tuple[DeviceCall, InterNodeBackend]]:
         """Yield the calls between the nodes that `call` may need, each with its backend.
 
-        All windows of `call` have one of at most two sizes, and their results are in the output or
-        in this rank's area. One call is yielded for each combination.
+        The windows of `call` have at most two different sizes. The result of a window is in the
+        output or in this rank's area. Yield one call for each combination of size and location.
         """
         grid = self._grid(call.signature, self._memory.area_nbytes)
         calls = dict.fromkeys(window.call for window in windows(call.signature, grid))

@@ -62,10 +62,11 @@ class DeviceJob(msgspec.Struct, eq=False, weakref=True, kw_only=True):
     """A call that a backend has begun with `begin`, and that the backend executes with `finish`.
 
     The event ``before`` is done when the work that precedes the call on its stream is done.
-    ``number`` counts the calls of the backend from 1, for `hold`. It is 0 for a part of another
-    call; streams wait for a part by its event ``done``. When the worker ends the call, ``is_over``
-    becomes True and ``done`` is recorded behind the work of the call, which the device may still be
-    executing. ``error`` is the error of the call; None unless it failed.
+    ``number`` is the argument for `hold`: the calls of the backend are numbered from 1. A part of
+    another call has number 0; streams wait for the event ``done`` of a part instead. When the
+    worker ends the call, ``is_over`` becomes True and ``done`` is recorded behind the work of the
+    call, which the device may still be executing. ``error`` is the error of the call; None unless
+    it failed.
     """
 
     call: DeviceCall
@@ -80,7 +81,7 @@ _Job = TypeVar("_Job", bound=DeviceJob)
 
 
 class SignalledStream:
-    """Base class with a stream, a pool of events, and a pinned word that callers' streams await.
+    """Base class with a stream, a pool of events, and a word in pinned memory for streams.
 
     Parameters
     ----------
@@ -161,7 +162,7 @@ class SignalledStream:
             self._passed[key] = passed
 
     def _own_object(self) -> object:
-        """Return an object that belongs to this thread, for a key of `_passed`."""
+        """Return the object that identifies the calling thread in the keys of `_passed`."""
         return self._of_thread.__dict__.setdefault("own", object())
 
     def _oldest_passed(self) -> Event:
@@ -240,7 +241,7 @@ class SignalledStream:
             Time on the clock at which the wait ends: `_timeout_s` after the start of the wait or
             of the call.
         what : str
-            What the device does, for the error.
+            Description of the awaited work, for the error message.
 
         Raises
         ------
@@ -263,7 +264,7 @@ class SignalledStream:
                 )
 
     def _wait_for(self, event: Event, what: str) -> None:
-        """Wait until `event` is done; parameter `what` and errors are those of `_wait`."""
+        """Wait until `event` is done; `what` and the errors are as in `_wait`."""
         is_over = partial(self._device.synchronize, event)
         self._wait(is_over, self._clock() + self._timeout_s, what)
 
@@ -373,7 +374,7 @@ class HostMemoryBackend(SignalledStream, Generic[_Job]):
     def _follow_copies(self) -> None:
         """Make later work on `_stream` wait for copies on other streams of the backend.
 
-        This class has no other streams; subclasses that have some override the method.
+        This class has no other streams; subclasses with other streams override the method.
         """
 
     def _await_copies(self, event: Event) -> None:

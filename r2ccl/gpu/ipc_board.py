@@ -27,8 +27,8 @@ owner's CPU overwrites them, so that this stream continues; no other rank is aff
 
 A message is stored before its number, so a rank that has read the number reads the complete
 message. A rank copies a message before it stores ``taken``. A rank that fails stores ``kept``
-before a later round can end without its part. Fences keep these orders on processors that would
-change them.
+before a later round can end without its part. Memory fences enforce these orders on processors that
+reorder such accesses.
 
 The memory is a file that only the user who runs the ranks can access. Its name is removed after all
 ranks of the node have opened it. Invariant: a message is overwritten only after every rank has read
@@ -89,7 +89,7 @@ class IpcBoard:
     Parameters
     ----------
     memory : ndarray of uint8, shape (nlocal * RANK_NBYTES,)
-        Memory shared by the ranks of the node, with one section for each; initially zero.
+        Memory shared by the ranks of the node, with one section per rank; initially zero.
     index : int
         Member index of this rank.
     nlocal : int
@@ -111,7 +111,7 @@ class IpcBoard:
     def may_post(self, number: int) -> bool:
         """Return whether message `number` can be posted now.
 
-        Posting it overwrites the message of 64 calls ago, which every rank of the node must have
+        Message `number` overwrites message ``number - 64``, which every rank of the node must have
         read.
         """
         taken = self._words[:, _TAKEN // 4].tolist()
@@ -148,7 +148,7 @@ class IpcBoard:
         """Return message `number` of `peer`; None if `peer` has not posted it yet.
 
         Call this method before `take`, which allows `peer` to overwrite the message. The result has
-        `MESSAGE_NBYTES` bytes; those after the end of a shorter message are undefined.
+        `MESSAGE_NBYTES` bytes; the bytes after the end of a shorter message are undefined.
         """
         if not _is_reached(int(self._words[peer, _POSTED // 4]), number):
             return None
@@ -218,7 +218,7 @@ class IpcBoard:
         """Tell the other ranks that this rank fails, and which rounds it has finished.
 
         Later rounds end without this rank's part. Call this method once, before this rank lets any
-        of them end.
+        later round end.
         """
         done = int(self._words[self.index, _DONE // 4 + self.index])
         self._kept[self.index] = _HAS_FAILED | done
@@ -237,8 +237,9 @@ class IpcBoard:
     def release(self, number: int) -> None:
         """End the waits of this rank's stream for all rounds up to `number`, after a failure.
 
-        All lower ``ready`` and ``done`` words of this rank's section are set to `number`. Other
-        ranks are not affected, because their streams wait for words of their own sections.
+        All ``ready`` and ``done`` words of this rank's section that are below `number` are set to
+        `number`. Other ranks are not affected, because their streams wait for words of their own
+        sections.
         """
         page = self._words[self.index]
         for at in (_READY // 4, _DONE // 4):

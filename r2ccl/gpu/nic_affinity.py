@@ -8,9 +8,10 @@ one of its ranks has no usable report, if its ranks name different NICs for a ra
 machine exceeds a limit.
 
 A GPU gets n_rails // n_gpus home rails, at least one, but no more than its own PCIe link can use; a
-GPU that reaches no NIC gets all rails. A spare rail goes to one GPU that can use it, if it is no
-more distant than that GPU's other home rails. It never goes to several GPUs: the ranks of a host
-have equal parts of the data, so a rail shared by some of them would delay all.
+GPU that reaches no NIC gets all rails. A spare rail goes to one GPU that can use the rail, if the
+rail is no more distant from this GPU than the farthest of the GPU's other home rails. A spare rail
+never goes to several GPUs: the ranks of a host have equal parts of the data, so a rail shared by
+some ranks would delay all ranks.
 
 Invariants: all ranks return the same home rails, even if a rank fails to read its topology or sends
 a malformed report; the time is bounded, because reports larger than those of any real machine are
@@ -317,10 +318,10 @@ def _assign(mine: _MachineReport, machine: Machine) -> tuple[tuple[int, ...], tu
 def _homes(affinity: Affinity, share: int) -> dict[str, list[str]]:
     """Return the home ports of each GPU, by the GPU's bus ID.
 
-    A GPU gets max(1, `share`) ports, or fewer if it cannot use as many. `Affinity.assign` places
-    one more flow per GPU than that; the additional flows show which GPUs can use a spare port. A
-    spare port goes to the first GPU for which it is no more distant than this GPU's other ports;
-    a flow on a longer path could delay other flows.
+    A GPU gets max(1, `share`) ports, or fewer if it cannot use that many. `Affinity.assign` places
+    one more flow per GPU; the additional flows show which GPUs can use a spare port. A spare port
+    goes to the first GPU from which the port is no more distant than the farthest of the GPU's
+    other ports, because a flow on a longer path could delay other flows.
     """
     nflows = max(1, share)
     routes = affinity.assign(nflows + 1)

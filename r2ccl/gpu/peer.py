@@ -18,8 +18,9 @@ then enqueues the work of the call on a stream of its own, in *rounds*:
 
 The words ``ready`` and ``done`` are on the board, in the section of the rank that reads them. A
 call is one round if all ranks have mapped all its arrays (`r2ccl.gpu.peer_memory`). Otherwise the
-call is divided into windows that fit the ranks' areas, with a round for each; a rank whose array is
-not mapped copies each window to its area, or from there, or both.
+call is divided into windows that fit the ranks' areas, with a round for each window. A rank whose
+input is not mapped copies each input window to its area; a rank whose output is not mapped copies
+each output window from its area.
 
 If a rank dies, the CPU of each surviving rank writes the words for which its own stream waits, so
 that no stream hangs, and the communicator ends. Kernels that have not run yet then do nothing: a
@@ -250,7 +251,7 @@ class PeerBackend(SignalledStream):
         self._broken: BaseException | None = None
 
     def supports(self, call: DeviceCall) -> bool:
-        """Return whether `call` has no user-defined schedule, and there are kernels for it."""
+        """Return whether `call` has no user-defined schedule, and kernels for `call` exist."""
         return call.schedule is None and has_kernels(call.signature)
 
     def is_prepared(self, call: DeviceCall) -> bool:
@@ -314,9 +315,9 @@ class PeerBackend(SignalledStream):
         """Execute the call of `job`: enqueue its work, and wait until the device has finished it.
 
         This method runs in the worker thread. Before it enqueues the work, it waits until all ranks
-        of the node have made the call. If a later call was begun, the final wait for the device is
-        left to that call. After an error, this rank lets its own stream continue and, if
-        its GPU still works, the streams of the other ranks; all later calls fail.
+        of the node have made the call. If a later call was begun, that call waits for the
+        device instead. After an error, this rank lets its own stream continue and, if its GPU still
+        works, the streams of the other ranks; all later calls fail.
 
         Raises
         ------
@@ -487,8 +488,9 @@ class PeerBackend(SignalledStream):
     ) -> Rows:
         """Return the window of an array of member `at`.
 
-        `place` is the place of the array. `own` is its address if this rank is member `at`. `half`
-        is the offset in bytes of the window in the area of that member, if the array is copied.
+        `place` is the place of the array. `own` is the address of the array if this rank is member
+        `at`. `half` is the offset in bytes of the window in the area of member `at`, if the array
+        is copied.
         """
         itemsize = dtype_of(window.call.dtype).itemsize
         if place.slot == ABSENT:
@@ -526,10 +528,11 @@ class PeerBackend(SignalledStream):
     def _words_of(
         self, word_at: Callable[[int, int], int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the addresses of the words that this rank's stream writes, and awaits, in a round.
+        """Return the addresses of the words that this rank's stream writes, and of those it awaits.
 
-        It writes its own word in the sections of all ranks, and waits for the words of the other
-        ranks in its own section. `word_at` is `IpcBoard.ready_at` or `IpcBoard.done_at`.
+        In a round, the stream writes this rank's word in the sections of all ranks, and waits for
+        the words of the other ranks in this rank's section. `word_at` is `IpcBoard.ready_at` or
+        `IpcBoard.done_at`.
         """
         me, first, members = self._at, self._words, range(self._nlocal)
         written = tuple(first + word_at(at, me) for at in members)
@@ -620,7 +623,7 @@ class PeerBackend(SignalledStream):
     def _watch(self, job: PeerJob, until_s: float) -> None:
         """Wait until the device has finished the call.
 
-        Return early if a later call was begun, because the wait for that call includes this one.
+        Return early if a later call was begun, because waiting for the later call is enough.
         """
         self._wait(
             lambda s: job.number != self._number or self._device.synchronize(job.done, s),

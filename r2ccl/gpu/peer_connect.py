@@ -242,7 +242,7 @@ def _write_patterns(attempt: _Attempt, tokens: Sequence[int]) -> None:
 
 
 def _verify_patterns(attempt: _Attempt, token: int) -> str:
-    """Return why patterns in this rank's area are wrong or cannot be read; empty if all arrived."""
+    """Return an error text if a pattern in this rank's area is wrong or unreadable; else ``""``."""
     device, nbytes = attempt.device, len(attempt.members) * _PATTERN_NBYTES
     stream, done = device.make_stream(), device.make_event()
     pinned = device.allocate_pinned(nbytes)

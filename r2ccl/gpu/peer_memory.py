@@ -160,7 +160,9 @@ class PeerMemory:
         return ArrayPlace(COPIED, 0)
 
     def take_news(self) -> tuple[AllocationOffer, int]:
-        """Return the news of this rank since the last call of this method, for its next message.
+        """Return the new offer and the freed slots of this rank, for its next message.
+
+        The result covers the time since the last call of this method.
 
         Returns
         -------
@@ -227,9 +229,9 @@ class PeerMemory:
     # Arrays of other ranks
 
     def learn(self, peer: int, offer: AllocationOffer, gone: int) -> None:
-        """Store the news from a message of another rank, until `map_news` acts on them.
+        """Store the offer and the freed slots from a message of `peer` until `map_news` is called.
 
-        Only the worker thread calls it, for the messages of each rank in their order.
+        Only the worker thread calls this method, for the messages of each rank in their order.
 
         Parameters
         ----------
@@ -244,11 +246,11 @@ class PeerMemory:
 
     @property
     def is_change_due(self) -> bool:
-        """True if `learn` stored news on which `map_news` has not acted yet."""
+        """True if `learn` stored an offer or a freed slot that `map_news` has not handled yet."""
         return bool(self._changes)
 
     def map_news(self) -> None:
-        """Map the allocations that other ranks have offered; unmap those freed or replaced.
+        """Map the allocations that other ranks have offered; unmap freed or replaced allocations.
 
         The worker must be idle, and the device must have finished all earlier calls, because this
         method may wait for the device. An allocation that cannot be mapped, for example because it

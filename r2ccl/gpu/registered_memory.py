@@ -4,7 +4,7 @@ The memory consists of *slabs*, which are divided into landing places, and of at
 each `AreaPurpose`. An area holds partial sums, the scratch memory of a schedule, or the staging
 copy of an array that NICs cannot access. All calls share the areas. An area that is too small for a
 call is replaced by a larger one. The caller frees the replaced areas with
-`RegisteredDeviceMemory.free_replaced` when no call uses them any more.
+`RegisteredDeviceMemory.free_replaced` when no call uses the replaced areas.
 
 Invariant: memory stays registered with every NIC until it is freed.
 """
@@ -107,7 +107,7 @@ class RegisteredDeviceMemory:
         return made
 
     def release(self, registered: Registered) -> None:
-        """End a registration from `register`."""
+        """End a registration that `register` made."""
         self._run_in_data_loop(registered.close)
 
     def has(self, purpose: AreaPurpose, nbytes: int) -> bool:

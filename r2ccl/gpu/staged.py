@@ -4,10 +4,10 @@ Theory of operation
 -------------------
 A call is divided into windows (`r2ccl.gpu.staged_windows`), which use two slots of pinned memory in
 turn. The communicator's worker enqueues the copy of a window to its slot on one stream, waits for
-it, runs the collective on the slot, and enqueues the copy of the result on another stream. Two
-copies to slots are enqueued ahead, so the collective of one window overlaps copies of others. The
-caller's stream waits for the call (`r2ccl.gpu.host_signal`); no stream of this module waits for the
-host.
+the copy, runs the collective on the slot, and enqueues the copy of the result on another stream.
+Two copies to slots are enqueued ahead, so the collective of one window overlaps copies of others.
+The caller's stream waits for the call (`r2ccl.gpu.host_signal`); no stream of this module waits
+for the host.
 
 Copies *out* go from the caller's arrays to the slots; copies *in* go from the slots to the caller's
 arrays. Invariant: a slot is overwritten only after its previous contents were copied in, which an
@@ -151,7 +151,7 @@ class StagedBackend(HostMemoryBackend[StagedJob]):
         call : DeviceCall
             Signature and arrays of the part.
         stream : Stream
-            Stream whose work so far precedes the part.
+            The part follows all work enqueued on this stream so far.
         enter : callable
             Enters the collective of each window and returns its plan; see `EnterCall`.
         widest : int

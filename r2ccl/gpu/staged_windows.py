@@ -65,8 +65,8 @@ def window_grid(
     Parameters
     ----------
     call : CallSignature
-        The call. Its count is that of the output for an allgather, and of the input for a
-        reduce_scatter.
+        The call. Its count is the number of elements of the output for an allgather, and of the
+        input for a reduce_scatter.
     itemsize : int
         Size of an element in bytes.
     nranks : int
@@ -74,8 +74,8 @@ def window_grid(
         Size limit of a window in bytes, at least `least_limit_nbytes`: a window always has at least
         one column of every row.
     widest : int, optional
-        Number of columns of the widest of several calls that must have equally many windows;
-        default: the number of columns of this call.
+        Number of columns of the widest of several calls that must have the same number of
+        windows; default: the number of columns of this call.
 
     Returns
     -------

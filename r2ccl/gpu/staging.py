@@ -1,9 +1,9 @@
 """Provides the registered device memory that NICs read and write during a call.
 
 NICs normally use the caller's arrays, which are registered with every NIC during the call. An array
-that NICs cannot access, such as managed memory or memory of the stream-ordered pool, is copied to
-and from an area of `r2ccl.gpu.registered_memory`. So is an array that spans several allocations, or
-whose address is not a multiple of its element size. The call cannot use another backend instead,
+is copied to and from an area of `r2ccl.gpu.registered_memory` if NICs cannot access it (managed
+memory or memory of the stream-ordered pool, for example), if it spans several allocations, or if
+its address is not a multiple of its element size. The call cannot use another backend instead,
 because all ranks must use the same backend, and only this rank knows that its array needs a copy.
 Partial sums for which the output is missing or too small are kept in such an area too.
 
@@ -174,9 +174,9 @@ class StagingBuffers:
         return is_aligned and self._reached.get(self._key(array.address, nbytes_of(call)), False)
 
     def _areas(self, call: DeviceCall) -> list[AreaPurpose]:
-        """List the areas that a call needs, as far as known.
+        """Return the areas that a call is known to need.
 
-        An array whose registration was not attempted yet is assumed to need none.
+        An array whose registration was not attempted yet is assumed to need no area.
         """
         nbytes = nbytes_of(call.signature)
         found = [
@@ -192,7 +192,7 @@ class StagingBuffers:
         return self._key(array.address, nbytes) not in self._reached
 
     def _key(self, address: int, nbytes: int) -> tuple[int, int]:
-        """Return the key of an array in `_reached`."""
+        """Return the key of an array in `_reached`: the allocations of its first and last byte."""
         return self._device.buffer_id(address), self._device.buffer_id(address + nbytes - 1)
 
     def _try(self, address: int, nbytes: int) -> None:

@@ -4,11 +4,11 @@
 backend of ``torch.distributed``. `ray` connects Ray actors, and is a backend of
 ``ray.util.collective``; `dask` connects Dask workers. The modules translate names, arguments and
 defaults, and call a communicator. `rank_exchange` has the base class of the objects through which
-ranks meet. `mpi` imports mpi4py, which runs some of the functions that r2ccl lacks; `torch`, `ray`
-and `dask` import torch, Ray and distributed. `cupy` does not import CuPy.
+ranks exchange their addresses. `mpi` imports mpi4py, which runs some of the functions that r2ccl
+lacks; `torch`, `ray` and `dask` import torch, Ray and distributed. `cupy` does not import CuPy.
 
-Invariant: a function of the other library that r2ccl cannot provide is either missing here, raises
-an error that names it, or is listed in the docs as one that the other library itself runs.
+Invariant: if r2ccl cannot provide a function of the other library, the function is missing here,
+raises an error that names it, or is listed in the docs as run by the other library itself.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ A program for CuPy changes one import::
 The `Backend` returned has CuPy's collectives, ``barrier`` and ``stop``. It has no ``send``,
 ``recv`` or ``send_recv``, because `Communicator` sends messages from host memory only. Arrays may
 be CuPy's or NumPy's, of any dtype that r2ccl supports. An array that is not C-contiguous is refused
-with `InvalidArgument`, unless it is a NumPy array of which all elements are read and none is
-written.
+with `InvalidArgument`, unless it is a NumPy array that the call reads completely and does not
+write.
 
 This module does not import CuPy.
 
@@ -91,10 +91,10 @@ def init_process_group(
     Notes
     -----
     *Collective*: all ranks. Defaults of `host` and `port` are ``CUPYX_DISTRIBUTED_HOST`` and
-    ``CUPYX_DISTRIBUTED_PORT``. If none of these arguments and variables is set, the
-    addresses of the launcher that started the process (torchrun, ``r2ccl launch``) are used. If one
-    is set, or there is no launcher, a missing host is 127.0.0.1 and a missing port is 13333. All
-    other settings come from the ``R2CC_*`` variables.
+    ``CUPYX_DISTRIBUTED_PORT``. If none of these arguments and variables is set, the addresses of
+    the launcher that started the process (torchrun, ``r2ccl launch``) are used. If any of them is
+    set, or there is no launcher, a missing host is 127.0.0.1 and a missing port is 13333. All other
+    settings come from the ``R2CC_*`` variables.
 
     Every connection is authenticated with the secret of the job. With a loopback address as `host`,
     with MPI, and with ``r2ccl launch``, the ranks share a secret automatically. With another
@@ -318,7 +318,7 @@ def _port_in_environment() -> int | None:
 
 
 def _identity(n_devices: int, rank: int, host: str) -> dict[str, str | None]:
-    """Return environment variables for `init`; the value None means: remove the variable."""
+    """Return the environment variables for `init`; None marks a variable to be removed."""
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(n_devices),
@@ -332,7 +332,7 @@ def _identity(n_devices: int, rank: int, host: str) -> dict[str, str | None]:
 
 @contextmanager
 def _environment(variables: dict[str, str | None]) -> Iterator[None]:
-    """Set (or, for None, remove) environment variables, and restore the old ones at the end."""
+    """Set environment variables, or remove those whose value is None; restore all on exit."""
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
     try:

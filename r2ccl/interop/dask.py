@@ -9,9 +9,9 @@
 
     run(client, total, 1000)        # {address of a worker: its result, ...}
 
-Through queues and variables of Dask's scheduler, the ranks exchange the address of rank 0, and the
-secret of the job unless it is set on the workers. The ranks remove these queues and variables when
-they are connected, or have failed.
+The ranks exchange the address of rank 0 through queues and variables of Dask's scheduler. They also
+exchange the job's secret in this way, unless it is set on the workers. When the ranks are connected
+or have failed, they remove these queues and variables.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(
     Parameters
     ----------
     client : distributed.Client
-        Not asynchronous.
+        Synchronous client (not ``asynchronous=True``).
     function : callable
         The communicator is closed when the function returns, and aborted if it raises an exception.
     *args
@@ -81,9 +81,9 @@ def run(
     Raises
     ------
     InvalidArgument
-        If a worker does not exist, or is named twice, or there is none.
+        If a worker does not exist or is named twice, or if there are no workers.
     TransportTimeout
-        If a rank does not start within ``R2CC_INIT_TIMEOUT_S`` after another one, usually because
+        If a rank does not start within ``R2CC_INIT_TIMEOUT_S`` after another rank, usually because
         its worker has no free thread.
     R2cclError
         If a worker leaves the cluster before its rank has ended.
@@ -128,7 +128,7 @@ def run(
 
 
 class _Failure:
-    """Exception with which a rank ended, as opposed to one that `function` returned."""
+    """Exception that ended a rank, in contrast to an exception that `function` returned."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -149,7 +149,7 @@ class _Masked:
 
 
 def _masked(args: Sequence[Any]) -> list[Any]:
-    """Return the arguments, each in a `_Masked`, except futures: Dask replaces these by results."""
+    """Return the arguments, each in a `_Masked`, except futures, which Dask replaces by results."""
     return [
         each if isinstance(each, Future) else _Masked(each, f"argument: {type(each).__name__}")
         for each in args
@@ -191,7 +191,10 @@ def _lost(rank: int, worker: str) -> R2cclError:
 
 
 def _cause(failures: Sequence[_Failure]) -> BaseException:
-    """Return the first error that is not one of `_CONSEQUENCES`, else the first error."""
+    """Return the error that probably caused the other errors.
+
+    This is the first error whose type is not in `_CONSEQUENCES`, or else the first error.
+    """
     errors = [each.error for each in failures]
     return next((each for each in errors if not isinstance(each, _CONSEQUENCES)), errors[0])
 
@@ -223,7 +226,7 @@ class DaskRanks(RankExchange):
     Parameters
     ----------
     group : str
-        Name that no other group has had.
+        Name of this group of ranks, never used before.
     nranks, rank : int
     timeout_s : float
         Time limit of all exchanges together, in seconds, counted from the construction.

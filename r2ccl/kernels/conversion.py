@@ -1,7 +1,8 @@
-"""Reductions of converted inputs: scaled by a factor of each rank, or widened to float32.
+"""Reductions of converted inputs: each scaled by its rank's factor, or widened to float32.
 
-A rank converts its input before a collective and, if it was widened, the result afterwards. The
-collective itself reduces the converted data, so its result has the same bits after a failure.
+Before a collective, a rank converts its input. If the input was widened, the rank also converts the
+result afterwards. The collective itself reduces the converted data, so its result has the same bits
+after a failure.
 """
 
 from __future__ import annotations
@@ -130,9 +131,9 @@ def premul_sum(factor: complex) -> ConvertedOp:
     factor : int, float or complex
         May differ between ranks; a rank that passes SUM has factor 1. Integer dtypes need an
         integer, and only complex dtypes accept a complex factor. Otherwise, or if the factor is out
-        of range, the collective raises InvalidArgument. For 16-bit and 8-bit floats, the factor is
-        rounded to float32, and the product to float32 and then, without `accumulate_float32`, to
-        the dtype.
+        of range, the collective raises InvalidArgument. For 16-bit and 8-bit floats, the factor and
+        the product are rounded to float32. Without `accumulate_float32`, the product is then
+        rounded to the dtype.
 
     Returns
     -------
@@ -146,9 +147,9 @@ def premul_sum(factor: complex) -> ConvertedOp:
 
     Notes
     -----
-    Equivalent to ``ncclRedOpCreatePreMulSum`` of NCCL. *Cost*: that of SUM, one more pass over the
-    input (for 8-bit floats up to five), and memory of the size of the input, which is reused across
-    calls. The input is not modified, unless it is also the output.
+    Equivalent to ``ncclRedOpCreatePreMulSum`` of NCCL. *Cost*: the cost of SUM, plus one more pass
+    over the input (for 8-bit floats up to five) and memory of the size of the input, which is
+    reused across calls. The input is not modified, unless it is also the output.
     """
     is_number = any(hasattr(factor, name) for name in ("__index__", "__float__", "__complex__"))
     if not is_number or getattr(factor, "ndim", False):  # arrays have these methods, too

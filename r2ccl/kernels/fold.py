@@ -20,8 +20,8 @@ from r2ccl.types import ReduceOp
 def fold_kernel(dtype_code: int, op: ReduceOp | int) -> int:
     """Return the address of the kernel for a dtype and op; 0 if there is none.
 
-    There is none for 8-bit floats, for the pairs of MINLOC and MAXLOC, and for products of complex
-    numbers, in which NumPy fuses multiplications and additions.
+    There is no kernel for 8-bit floats, for the pairs of MINLOC and MAXLOC, or for products of
+    complex numbers, in which NumPy fuses multiplications and additions.
 
     The address stays valid until the process ends. The first process of a host that needs a kernel
     compiles it, in 0.2-0.5 s.

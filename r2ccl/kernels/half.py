@@ -236,7 +236,7 @@ def make_scaler(dtype_name: str) -> Callable[..., int]:
 
 
 def make_widener(dtype_name: str) -> Callable[..., int]:
-    """Return the loop of `make_scaler`, except that the products are stored as float32."""
+    """Return a loop like the loop of `make_scaler` that stores the products as float32."""
     widen, _ = _CONVERT[dtype_name]
 
     def widen_bits(source: Any, out: Any, count: Any, factor: Any) -> int:

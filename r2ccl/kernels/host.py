@@ -169,12 +169,12 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
     in float32 and rounded to their own type at every step. NumPy warns about overflow and invalid
     values in float32, float64 and complex, so call the function inside `quiet_context`.
 
-    *Cost*: a call of the returned function takes 0.3 µs in addition to the arithmetic (1 µs for
-    16-bit floats, 3 µs for 8-bit floats, 2 µs for other floats and complex numbers, whose search
-    for NaN also takes up to as long as the arithmetic). For a 16-bit or 8-bit float, `reducer`
-    itself loads a compiled loop, in 30 ms the first time in a process and later in some ms; or it
-    compiles the loop, in about 1 s, if no process of this host has stored it. Call `reducer` during
-    planning.
+    *Cost*: in addition to the arithmetic, a call of the returned function takes 0.3 µs, but
+    1 µs for 16-bit floats, 3 µs for 8-bit floats, and 2 µs for other floats and complex numbers.
+    For other floats and complex numbers, the search for NaN also takes up to as long as the
+    arithmetic. For a 16-bit or 8-bit float, `reducer` itself loads a compiled loop, which takes
+    30 ms the first time in a process and later some ms. If no process of this host has stored the
+    loop, `reducer` compiles it in about 1 s. Call `reducer` during planning.
     """
     op = check_op(dtype_code, op)
     dtype = dtype_of(dtype_code)
@@ -267,9 +267,9 @@ def require_compiled(name: str) -> None:
 def quiet_context() -> contextvars.Context:
     """Return a context in which NumPy does not warn about overflow, NaN or infinity.
 
-    ``context.run(function)`` costs 0.1 µs, ``np.errstate`` 0.9 µs. Keep one context per thread that
-    runs kernels, because a context cannot be entered twice at once, and enter it once per
-    collective. NumPy keeps its error state in a context variable since version 2.0.
+    ``context.run(function)`` costs 0.1 µs, ``np.errstate`` 0.9 µs. Keep one context for each thread
+    that runs kernels, because two threads cannot be in the same context at once. Enter the context
+    once per collective. NumPy keeps its error state in a context variable since version 2.0.
     """
     context = contextvars.copy_context()
     context.run(np.seterr, all="ignore")

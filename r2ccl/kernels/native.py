@@ -49,11 +49,11 @@ _CACHE_DIRECTORY_VARIABLE = "NUMBA_CACHE_DIR"
 
 @functools.cache
 def why_not_compiled() -> str:
-    """Return why compiled code cannot be used, with the remedy; empty if it can.
+    """Return the reason why compiled code cannot be used, with the remedy; "" if it can be used.
 
     The reason is that llvmlite or Numba is missing, or that llvmlite cannot be loaded. Both must be
-    installed, even to load stored code. They are an extra, because they would take three quarters
-    of the disk space of r2ccl with its dependencies.
+    installed, even to load stored code. They are an optional dependency, because they would take
+    three quarters of the disk space of r2ccl with its dependencies.
     """
     missing = [name for name in ("llvmlite", "numba") if find_spec(name) is None]
     if missing:
@@ -191,7 +191,7 @@ class _Linker:
         return _linkers.get(0) or _linkers.setdefault(0, _Linker())
 
     def load(self, code: MachineCode) -> Any:
-        """Load `code`, unless it is loaded already; return the engine, for its addresses.
+        """Load `code` unless it is already loaded; return the engine that contains its symbols.
 
         Raises
         ------
@@ -262,7 +262,7 @@ _make_function = ctypes.PYFUNCTYPE(
 
 @functools.cache
 def _definition(address: int, name: str) -> _MethodDef:
-    """Return the definition of a function, which stays in memory: Python does not copy it."""
+    """Return the definition of a function; keep it in memory, because Python does not copy it."""
     return _MethodDef(name.encode(), address, _METH_FASTCALL, None)
 
 
@@ -281,12 +281,13 @@ def _as_builtin(address: int, name: str, owner: Any = None) -> Callable[..., Any
 
 
 def must_compile(maker: str, *given: Any) -> bool:
-    """Return whether no file has the function of a maker, so that `callable_of` would compile it.
+    """Return whether `callable_of` would compile the function of `maker`, because no file has it.
 
-    Without a file, the result is True even in two cases in which `callable_of` would not compile:
-    this process has loaded the function already, or another process is just compiling it, for which
-    `callable_of` would wait. The result is False if `why_not_compiled` has a reason. Parameters are
-    those of `address_of`.
+    The result is also True in two cases in which `callable_of` would not compile. In the first
+    case, this process has already loaded the function, which has no file. In the second case,
+    another process is compiling the function, and `callable_of` would wait for that process. The
+    result is False if `why_not_compiled` returns a reason. The parameters are those of
+    `address_of`.
     """
     if why_not_compiled():
         return False
@@ -302,7 +303,7 @@ def _name_of(maker: str, given: tuple[Any, ...]) -> str:
 
 
 def _place_of(maker: str, name: str, directory: Path) -> tuple[Path, bytes]:
-    """Return the file of a function, and the digest of modules that this file must contain."""
+    """Return the path of a function's file, and the digest of modules expected in the file."""
     return directory / f"{name}.{_processor()}.o", _sources(maker.partition(":")[0])
 
 
@@ -348,11 +349,11 @@ def _processor() -> str:
 
 @functools.cache
 def _sources(module: str) -> bytes:
-    """Return a digest of the modules whose change makes the files of a maker in `module` unusable.
+    """Return a digest of the modules on which the compiled code of a maker in `module` depends.
 
-    These are the modules of the packages of `module` and of this module, and the modules of the
-    library from which they import names, because compiled code contains the values of imported
-    constants.
+    These are all modules in the package of `module` and in the package of this module. They also
+    include the modules of the library from which these modules import names, because compiled code
+    contains the values of imported constants.
     """
     packages = {str(__package__), module.rpartition(".")[0]}
     paths = {path for package in packages for path in _modules_in(package)}
@@ -462,10 +463,10 @@ def _write(file: Path, stored: _Stored) -> None:
 
 @contextmanager
 def compile_lock(name: str) -> Iterator[None]:
-    """Hold the lock `name` within the context: one process compiles, the others wait.
+    """Hold the lock `name` within the context, so that one process compiles and all others wait.
 
     The lock is a file in the directory of compiled code. If there is no such directory, or the file
-    cannot be locked, nothing is held, and several processes may compile the same code.
+    cannot be locked, no lock is held, and several processes may compile the same code.
     """
     directory = _directory()
     with ExitStack() as stack:

@@ -92,8 +92,8 @@ def _attribute(typing_context: Any, instance: Any, name: Any) -> Any:
 def has_value(instance: Any, name: Any, value: Any) -> Any:
     """Return whether the attribute `name` of `instance` is the object `value`.
 
-    The attribute must exist. Its value must have other references, because the one that this
-    function gets is dropped before the comparison.
+    The attribute must exist. Its value must have another reference, because this function drops its
+    own reference before the comparison.
     """
     found = _attribute(instance, name)
     drop_reference(found)
@@ -102,9 +102,10 @@ def has_value(instance: Any, name: Any, value: Any) -> Any:
 
 @intrinsic
 def set_attribute(typing_context: Any, instance: Any, name: Any, value: Any) -> Any:
-    """Set attribute `name` of `instance` to `value`; return 0, or -1 if this set an exception.
+    """Set attribute `name` of `instance` to `value`; return 0, or -1 with an exception set.
 
-    The class of `instance` must not run Python code for this: no ``__setattr__``, no property.
+    The class of `instance` must set the attribute without Python code, so it must not have a
+    ``__setattr__`` written in Python, and the attribute must not be a property.
     """
     kind = types.int64(types.int64, types.int64, types.int64)
 
@@ -140,7 +141,7 @@ def _check_signals(typing_context: Any) -> Any:
 def stack_words(typing_context: Any) -> Any:
     """Return the address of eight words on the stack, valid until the compiled function returns.
 
-    Each place in the code that calls this function has its own words.
+    Each call site of this function has its own words.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -153,7 +154,7 @@ def stack_words(typing_context: Any) -> Any:
 def take_exception(at: Any) -> None:
     """Clear the exception that is set; store its type, value and traceback in three words at `at`.
 
-    The words own the references; the last one may be 0.
+    Each word owns its reference. The word of the traceback may be 0.
     """
     _fetch(at, at + 8, at + 16)
     _normalize(at, at + 8, at + 16)
@@ -161,7 +162,7 @@ def take_exception(at: Any) -> None:
 
 @inlined
 def raise_again(at: Any) -> None:
-    """Set the exception that `take_exception` has stored at `at`; give up the references there."""
+    """Set the exception that `take_exception` stored at `at`; the words then own no references."""
     words = pointer(at, types.int64)
     _restore(words[0], words[1], words[2])
 

@@ -1,9 +1,9 @@
 """Table of the reductions that each element type supports.
 
-`host` supports exactly the pairs of type and operation in `OPS` (those of 16-bit and 8-bit floats
-only if compiled code can be used); any other pair is refused before data moves. `cuda` supports the
-pairs in `ON_GPU`; the other pairs in `OPS` are reduced in host memory, even if the arrays are on a
-GPU.
+`host` supports exactly the pairs of type and operation in `OPS`. Pairs with a 16-bit or 8-bit float
+are supported only if compiled code can be used. Any other pair is refused before data moves. `cuda`
+supports the pairs in `ON_GPU`. All other pairs in `OPS` are reduced in host memory, even if the
+arrays are on a GPU.
 """
 
 from __future__ import annotations

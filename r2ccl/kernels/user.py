@@ -3,8 +3,9 @@
 A digest of the operation is part of the call signature, and is the key of the operation in this
 process. The digest covers the operation's name, whether it is commutative, whether it runs on
 elements or slices, and its function: code, default arguments, closure and, for a method, the
-object. Ranks compare 12 bits of the digest (see `r2ccl.types.CallSignature.pack`): a call to which
-they pass different operations is refused, except for about one pair of operations in 4,096.
+object. Ranks compare 12 bits of the digest (see `r2ccl.types.CallSignature.pack`). If they pass
+different operations to a call, the call is refused, except for about one pair of operations in
+4,096.
 """
 
 from __future__ import annotations
@@ -108,29 +109,29 @@ def user_op(function: Callable[..., Any], *, name: str = "", is_commutative: boo
 
         Arrays are flat slices of the data, and may be empty; inputs are read-only. Each element of
         the result may depend only on the two elements at its index. A returned result of another
-        dtype is converted to that of the data. NumPy's casting rule "same_kind" must permit this,
-        unless both are integers, which wrap. For int32, a function may thus return int64, but not
-        float64.
+        dtype is converted to the dtype of the data. NumPy's casting rule "same_kind" must permit
+        this, unless both dtypes are integers, which wrap. For int32, a function may thus return
+        int64, but not float64.
     name : str
         Name in messages, equal on all ranks; default: the name of the function.
     is_commutative : bool
-        If False, the data of the ranks is combined in rank order, which fewer schedules can do.
+        If False, the data of the ranks is combined in rank order, which fewer schedules support.
 
     Returns
     -------
     UserOp
         Value for the ``op`` of any reduction of `Communicator`. Make the operation once, not for
-        each call: it is kept until the process ends or an equal one is made, and Numba compiles
-        every new one again.
+        each call: Numba compiles every new operation again, and an operation is kept until the
+        process ends or makes an equal operation.
 
     Raises
     ------
     InvalidArgument
         If `function` has another form, uses a variable of an enclosing function that has no value
-        yet, or is a method of an object without ``__dict__``. Also if it depends on a value that
-        ranks cannot compare. Values that they can compare are None, numbers, strings, bytes,
-        arrays, functions and tuples of these. A function depends on its default arguments, the
-        variables of enclosing functions that it uses, and the attributes of a method's object.
+        yet, or is a method of an object without ``__dict__``. Also if `function` depends on a value
+        that ranks cannot compare. Ranks can compare None, numbers, strings, bytes, arrays,
+        functions and tuples of these. A function depends on its default arguments, the variables of
+        enclosing functions that it uses, and the attributes of a method's object.
 
     Notes
     -----
@@ -238,13 +239,13 @@ def _nparameters(function: Any) -> int:
 
 
 def _facts(function: Any, name: str, users: tuple[Any, ...] = ()) -> Iterator[object]:
-    """Yield what a function depends on, in a form equal on all hosts.
+    """Yield the values that a function depends on, in a form that is equal on all hosts.
 
-    This is its code, default arguments, closure and, for a method, its object; for a NumPy ufunc,
-    it is only the ufunc's name.
+    The values are the function's code, default arguments, closure and, for a method, its object.
+    For a NumPy ufunc, the only value is the name of the ufunc.
 
     `name` is the name of the operation, for messages. `users` is the chain of functions through
-    which the operation uses this one: the operation's own function first, the direct user last.
+    which the operation uses `function`: the operation's own function first, the direct user last.
 
     Raises
     ------

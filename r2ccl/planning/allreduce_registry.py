@@ -55,8 +55,8 @@ class Terms(NamedTuple):
     Attributes
     ----------
     shares : tuple of tuple of int
-        Share of its bandwidth that each node's port on each home rail (`Fabric.homes`) has left, 0
-        (down) to `WHOLE`: one row per node.
+        One row per node, with one number per home rail (`Fabric.homes`): the share of bandwidth
+        that the node's port on this rail has left, 0 (down) to `WHOLE`.
     teams : tuple of tuple of int
         Ranks of each node.
     nchannels : int
@@ -129,7 +129,7 @@ class Terms(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """True if `is_joined`, but some two nodes have little bandwidth on common home rails.
+        """True if `is_joined`, but a pair of nodes has little bandwidth on common home rails.
 
         Little means at most half of the bandwidth that the poorer node has on all home rails.
         """
@@ -148,7 +148,8 @@ class Terms(NamedTuple):
     def rank_meets(self) -> Reach:
         """Return ``reach(a, b)``, true if ranks `a` and `b` can be neighbors.
 
-        They can if they share a node, or if their nodes have a common home rail that is up.
+        Two ranks can be neighbors if they share a node, or if their nodes have a common home rail
+        that is up.
         """
         masks = self.masks
         node_of = {rank: node for node, team in enumerate(self.teams) for rank in team}
@@ -250,7 +251,7 @@ def _can_lead(teams: Sequence[Sequence[int]]) -> bool:
     """Return whether the leaders of each channel have rank numbers that ascend from node to node.
 
     The leader of channel c in a team is ``team[c % len(team)]``. If teams differ in size, the
-    result is True only if all ranks of a team precede those of the next one.
+    result is True only if all ranks of a team precede the ranks of the next team.
     `r2ccl.algos.hierarchy` explains why this matters.
     """
     if all(max(team) < min(after) for team, after in pairwise(teams)):
@@ -286,7 +287,7 @@ def _disseminations(terms: Terms) -> Iterator[Candidate]:
 
 
 def at_home(flows: Flows, terms: Terms) -> tuple[EdgeAtHome, ...]:
-    """Return the edges of `flows`; those of channel c are placed on home rail ``c % nhomes``.
+    """Return the edges of `flows`, with every edge of channel c on home rail ``c % nhomes``.
 
     Return () unless all ports have the same share, above 0.
     """
@@ -331,12 +332,12 @@ def _counts_of_trees(terms: Terms) -> list[tuple[int, list[int]]]:
     """Return tree counts whose edges fill the ports evenly, each with the nodes' edge capacities.
 
     If a port with its full bandwidth takes k edges, at most t trees fit the ports (`Terms.rooms`),
-    and their time is proportional to k / t. In general no integer k reaches the lower bound of the
-    time, but some come close. There are two fits: the *loose* one leaves one edge end per node
-    free; the *tight* one does so only if k is odd. For each fit and each factor in `_EVEN` (above
-    `_MANY_NODES` nodes: in `_TIGHT` or `_LOOSE`), the result has the smallest tree count whose time
-    is at most that factor times the least time of the fit. If no tree fits, the result is one tree
-    per home rail.
+    and their time is proportional to k / t. In general, no integer k reaches the lower bound of the
+    time, but some values of k come close. There are two fits. The *loose* fit leaves one edge end
+    per node free. The *tight* fit does so only if k is odd. The factors of a fit are `_EVEN` or,
+    above `_MANY_NODES` nodes, `_LOOSE` or `_TIGHT`. For each factor, the result has the smallest
+    tree count whose time is at most the factor times the least time of the fit. If no tree fits,
+    the result is one tree per home rail.
     """
     n = len(terms.shares)
     tight: dict[int, tuple[Fraction, list[int]]] = {}

@@ -1,21 +1,21 @@
-"""Bandwidth samples: which calls of a communicator run as rings or chains to measure its rails.
+"""Bandwidth samples: selection of the calls that run as rings or chains to measure the rails.
 
-The traffic of a port shows its bandwidth only if one peer sends to it, as in rings and chains. A
-call that can run as a ring or chain, but whose fastest schedule is another one, is a *candidate*.
-If it runs as a ring or chain all the same, which takes longer, it is a *sample*. One collective
-alone is too short for a clear result, so samples come in *windows* of `_WINDOW` consecutive
+The traffic of a port shows its bandwidth only if a single peer sends to the port, as in rings and
+chains. A *candidate* is a call that can run as a ring or chain, but has a faster schedule. A
+*sample* is a candidate that runs as a ring or chain in spite of the longer time. A single
+collective is too short for a clear result, so samples come in *windows* of `_WINDOW` consecutive
 candidates.
 
 Only candidates are counted, because a program may make the same few calls in every step: if all
 calls were counted, windows could always, or never, meet the same calls of a step.
 
 Invariant: all ranks select the same calls. The decisions depend only on the candidates, their
-costs and the versions of the health, which are equal on all ranks, and not on other calls. A rank
-may therefore leave out `BandwidthSamples.take` for other calls, with the exception described at
-`BandwidthSamples.op`. It does so if compiled code repeats a call without a new plan. A call in two
-levels uses one collective number per chunk; `take` is called for the first of them only. If a rank
-passes a call to `take` but then does not make the call, its next `take` has the same number and
-replaces the earlier one.
+costs and the versions of the health. All of these are equal on all ranks. Other calls have no
+influence, so a rank may omit `BandwidthSamples.take` for them, except in the case described at
+`BandwidthSamples.op`. A rank omits it if compiled code repeats a call without a new plan. A call in
+two levels uses one collective number per chunk; `take` is called only for the first number. If a
+rank passes a call to `take` but then does not make the call, its next `take` has the same number
+and replaces the earlier one.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class _Count(NamedTuple):
         Number of candidates since the last window began; None if no window has begun.
     saved_ns : int
         `_BUDGET` times the extra time, in ns, that samples may take now; negative if past samples
-        took more than they may. After the first `_SOON` candidates, each one raises it by its
-        `usual_ns`; before, it is 0.
+        took more time than allowed. It is 0 during the first `_SOON` candidates. Each later
+        candidate adds its `usual_ns`.
     """
 
     age: int = 0
@@ -56,16 +56,18 @@ class _Count(NamedTuple):
 class BandwidthSamples:
     """Selector of the calls of one communicator that run as samples.
 
-    Samples are frequent soon after the health changed, because it may change back. Later they cost
-    at most 1 % of the predicted time of the candidates, but are not rarer than `_RAREST` allows.
+    Samples are frequent soon after a change of the health, because the health may change back.
+    Later, the extra time of samples is at most 1 % of the predicted time of the candidates, except
+    that a new window begins at the latest after `_RAREST` candidates.
 
     Attributes
     ----------
     version : int
-        Version of the health in the last `begin`; -1 before.
+        Version of the health in the last `begin`; -1 before the first.
     op : int
-        Argument `op` of the last `take`; -1 before. A call that is not a candidate changes nothing,
-        and needs no `take`, unless its `op` is this number.
+        Argument `op` of the last `take`; -1 before the first. A call that is not a candidate
+        must be passed to `take` only if it has this number: the earlier call with this number then
+        no longer counts.
     """
 
     def __init__(self) -> None:

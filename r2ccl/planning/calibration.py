@@ -22,8 +22,9 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     ----------
     time_ns : callable
         ``time_ns(nbytes, n)`` runs ``max(2, n)`` consecutive allreduces of `nbytes` each. It
-        returns the time of the fastest in ns, excluding the first, during which TCP windows are
-        still small and token buckets full. It must return the same value on all ranks.
+        returns the time of the fastest allreduce in ns. The first allreduce does not count, because
+        TCP windows are still small and token buckets are full. The value must be the same on all
+        ranks.
     of : callable
         ``of(nbytes)`` returns the `Choice` of an allreduce of `nbytes`.
 

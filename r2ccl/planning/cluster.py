@@ -56,7 +56,7 @@ class ClusterShape(msgspec.Struct, frozen=True):
 
     @property
     def planner(self) -> Planner:
-        """A new planner with the default settings, equal to that of every rank."""
+        """A new planner with the default settings, equal to the planner of every rank."""
         return Planner(self.fabric, Config())
 
 

@@ -2,11 +2,11 @@
 
 Allgather and reduce-scatter run as rings or disseminations; broadcast and reduce run as chains or
 packed trees. If no ring of all ranks is found, all four run as spanning trees. Scan and exscan run
-as chains in rank order or by doubling. As a rule, each channel of a ring, a dissemination or a scan
-is placed on one home rail in a healthy network. In a degraded one, and for all other candidates,
-each edge is placed separately. On a degraded network, the number of channels is chosen to fill the
-ports of the node with the least bandwidth, except for spanning trees, and for rings if home rails
-do not connect all nodes.
+as chains in rank order or by doubling. In a healthy network, each channel of a ring, a
+dissemination or a scan is usually placed on one home rail. In a degraded network, and for all other
+candidates, each edge is placed separately. In a degraded network, the number of channels is chosen
+to fill the ports of the node with the least bandwidth. This does not apply to spanning trees, or to
+rings if home rails do not connect all nodes.
 
 Invariant: equal terms give equal candidates in the same order, on every rank.
 """
@@ -53,9 +53,10 @@ def collective_candidates(
         Root rank of broadcast and reduce.
     terms : Terms
     keeps_order : bool
-        If True, yield only rings and chains, in rank order if every two neighbors in that order
-        share a node or have a common home rail: the result then has the same bits whichever ports
-        have failed. If no ring is found, yield only spanning trees.
+        If True, yield only rings and chains or, if no ring is found, only spanning trees. Rings and
+        chains are in rank order if every two neighbors in this order share a node or have a common
+        home rail. In rank order, the result of the call has the same bits whichever ports have
+        failed.
     """
     if collective in PREFIXES:
         is_exclusive = collective == Collective.EXSCAN
@@ -119,10 +120,10 @@ def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
     in the result may have no common home rail.
 
     Nodes keep their order if every two neighbors share the whole usable bandwidth of the poorer
-    one. Otherwise, if that raises the least bandwidth that two neighbors share, degraded nodes are
-    spread among healthy ones and, with few nodes, pairs of nodes are swapped. With `keeps_order`,
-    the result is the rank order if every two neighbors in it share a node or have a common home
-    rail, or if home rails do not connect all nodes.
+    neighbor. Otherwise, degraded nodes are spread among healthy nodes and, with few nodes, pairs of
+    nodes are swapped. Both are done only if they raise the least bandwidth that two neighbors
+    share. With `keeps_order`, the result is the rank order if every two neighbors in this order
+    share a node or have a common home rail, or if home rails do not connect all nodes.
     """
     if keeps_order:
         reach, nranks = terms.rank_meets(), sum(map(len, terms.teams))
@@ -160,7 +161,10 @@ def _narrowest(order: Sequence[int], terms: Terms, wide: Sequence[int]) -> Fract
 
 
 def _swapped(order: tuple[int, ...], terms: Terms, wide: Sequence[int]) -> tuple[int, ...]:
-    """Return `order` after swaps of nodes, the best first, as long as they raise `_narrowest`."""
+    """Return `order` after a series of swaps of two nodes, which raise `_narrowest`.
+
+    Each step makes the swap that raises `_narrowest` most. The steps end when no swap raises it.
+    """
     best = _narrowest(order, terms, wide)
     while best < 1:
         swaps = []
@@ -236,13 +240,13 @@ def _prefixes(terms: Terms, *, is_exclusive: bool, is_chain: bool) -> Iterator[C
 
 
 def _turns_at_home(flows: Flows, nchannels: int, terms: Terms) -> tuple[EdgeAtHome, ...]:
-    """Place the edges between nodes with `at_home`, for as many channels as load all rails alike.
+    """Place the edges between nodes with `at_home`, for channels that load all rails equally.
 
-    All channels have equal edges, so equally many channels per rail load all rails alike, and no
-    search finds a better placement. If `nchannels` is no multiple of the number of home rails, the
-    result leaves out the channels beyond the last multiple. If, in addition, edges differ in load,
-    it leaves out as many more channels as there are home rails, because fewer could not even out
-    the loads. The caller places the edges of the channels left out one by one.
+    All channels have equal edges, so equally many channels per rail load all rails equally, and no
+    search finds a better placement. If `nchannels` is not a multiple of the number of home rails,
+    the result leaves out the channels beyond the last multiple. If, in addition, edges differ in
+    load, the result leaves out one more channel per home rail, because fewer channels could not
+    even out the loads. The caller places the edges of the omitted channels one by one.
     """
     node_of = {rank: node for node, team in enumerate(terms.teams) for rank in team}
     rest = nchannels % terms.nhomes

@@ -118,9 +118,9 @@ class Choice(NamedTuple):
         True if the ranks of the schedule stand for nodes with several ranks, because it has not yet
         been expanded (`r2ccl.planning.allreduce_registry.expand`).
     flows : Flows or None
-        Load of each edge of the schedule over nodes, from which the schedule over ranks is or was
-        expanded. None if there is no schedule over nodes with several ranks, or if the loads are
-        not known without generating its ops.
+        Load of each edge of the schedule over nodes; kept when this schedule is expanded to a
+        schedule over ranks. None if there is no schedule over nodes with several ranks, or if the
+        loads are not known without generating its ops.
     has_way : bool
         False if the schedule was placed although two neighbors on different nodes have no common
         home rail (`Placed`); its load and time are then unknown. Always True if the choice was
@@ -162,9 +162,9 @@ class Placed(NamedTuple):
         Largest number of edges that one rank, or node, has on one rail; 0 if it does not limit the
         slice size.
     has_way : bool
-        True if every two neighbors on different nodes have a common home rail. Otherwise some need
-        a bypass, or a rail that is no home rail and whose bandwidth is unknown, or cannot exchange
-        data.
+        True if every two neighbors on different nodes have a common home rail. Neighbors without a
+        common home rail use a bypass or a rail that is not a home rail and has an unknown
+        bandwidth, or they cannot exchange data.
     """
 
     candidate: Candidate
@@ -216,7 +216,7 @@ def _placed(
     health: Health,
     nodes: Sequence[int],
 ) -> Placement:
-    """Place channels that have edges in ``candidate.edges`` as given, the others edge by edge."""
+    """Place channels with edges in ``candidate.edges`` as given, and all others edge by edge."""
     schedule, given = candidate.schedule, candidate.edges
     channels = {edge[0] for edge in given}
     if not given:

@@ -7,8 +7,9 @@ colouring with the smallest `edges`.
 
 As in proofs of Vizing's and König's theorems, excess moves along an alternating path: a vertex over
 its capacity in one colour recolours one of its edges to a colour in which it has capacity left. If
-that puts the edge's other end over its capacity, that vertex recolours one of its edges in turn,
-and so on. Breadth-first search finds the shortest path that ends at a vertex with capacity left.
+the vertex at the other end of this edge then exceeds its capacity, it also recolours one of its
+edges, and so on. Breadth-first search finds the shortest path that ends at a vertex with capacity
+left.
 
 Invariant: equal arguments give equal colours.
 """
@@ -44,8 +45,8 @@ def even_out(
     shares : mapping of int to sequence of int
         For each vertex, its share of each colour, 0 to `WHOLE`.
     colours : sequence of int
-        Initial colour of each edge, one of those allowed. The better the initial colours, the fewer
-        edges change.
+        Initial colour of each edge, one of its `allowed` colours. The better the initial colours,
+        the fewer edges change.
 
     Returns
     -------
@@ -98,7 +99,7 @@ class _Colouring:
         )
 
     def fit(self, edges: int) -> bool:
-        """Change colours until every port fits its capacity; return False if no way is found.
+        """Change colours until every port fits its capacity; return False if the search fails.
 
         A port with share s has the capacity ``edges * s // WHOLE``.
         """

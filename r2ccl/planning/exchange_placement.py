@@ -58,9 +58,9 @@ def place_exchange(
     root : int
         Root rank of gather and scatter; otherwise ignored.
     nchannels : int
-        Number of channels among which a part is divided. 0: w, the smaller of ``fabric.nwires`` and
-        the number of home rails; 2 w if w > 1 and any rank's port on a home rail has less than its
-        full bandwidth.
+        Number of channels among which a part is divided. If 0, the number is w, the smaller of
+        ``fabric.nwires`` and the number of home rails. If also w > 1 and any rank's port on a home
+        rail has less than its full bandwidth, the number is 2 w.
     fabric : Fabric
     health : Health
     """

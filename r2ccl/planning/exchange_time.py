@@ -2,7 +2,7 @@
 
 The load that two ranks exchange on each rail depends only on the shares of their nodes' ports.
 Nodes whose ports have equal shares are of one *kind*, and the loads are added up per kind instead
-of per pair of ranks. A network has few kinds: most nodes are whole.
+of per pair of ranks. A network has few kinds: most nodes have their full bandwidth.
 
 Invariant: the times are those of `r2ccl.planning.placement.port_time` and `mean_time`, from
 integers and fractions only.
@@ -75,7 +75,7 @@ def alltoall_time(
 
 
 def _loads(both: _Ints, peers: _Ints, channels: _Ints) -> list[Fraction]:
-    """Return how much a rank exchanges with other nodes on each home rail.
+    """Return the amount of data that a rank exchanges with other nodes on each home rail.
 
     The unit is the share of one part that one channel carries. `peers` has the number of ranks on
     the other nodes of each kind. ``both[kind]`` has, for each rail, the lesser of the shares that

@@ -1,8 +1,8 @@
-"""Results of planning that are kept for later calls while their health may still be in use.
+"""Planning results that are kept for later calls until their version of the health is outdated.
 
 Invariant: when the first result for a new version of the health is kept, the results of all older
-versions except the previous one are dropped. The previous version may still be in use, by calls
-that ranks entered before they agreed on the new one.
+versions except the previous version are dropped. The previous version may still be in use, by calls
+that ranks entered before they agreed on the new version.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Value = TypeVar("Value")
 class Kept(dict[Key, Value]):
     """Results by key. The first element of a key is the version of the health.
 
-    Results are only ever kept to save time, so any of them may be dropped. Several threads may keep
-    results at once: one may explain a choice while another runs calls. Look up a result in one
-    step, by `get` or with a handler of KeyError, because another thread may drop it at any time.
+    Results are kept only to save time, so any result may be dropped. Several threads may keep
+    results at once: for example, one explains a choice while another runs calls. Another thread may
+    drop a result at any time, so look it up in one step, by `get` or with a handler of KeyError.
 
     Parameters
     ----------
     most : int
         Maximum number of results. Keeping one more drops the oldest.
     most_size : int, optional
-        Maximum size of all results together, in a unit that the caller chooses, such as edges; one
-        result may exceed it. Default: the size does not matter.
+        Maximum size of all results together, in a unit that the caller chooses, such as edges. A
+        larger result is kept alone. Default: no limit.
     """
 
     def __init__(self, most: int, most_size: int | None = None) -> None:
@@ -42,11 +42,11 @@ class Kept(dict[Key, Value]):
         self._newest = -1
 
     def keep(self, key: Key, value: Value, size: int = 0) -> Value:
-        """Keep and return `value`, the result for `key`; drop older results that exceed a limit.
+        """Keep and return `value`, the result for `key`.
 
-        If the health version in `key` is new, also drop the results of the versions before the
-        previous one. `size` is the size of `value`, in the unit of `most_size`, and ignored without
-        `most_size`.
+        Drop the oldest results if a limit would be exceeded. If the health version in `key` is new,
+        also drop the results of the versions before the previous version. `size` is the size of
+        `value`, in the unit of `most_size`; it is ignored if there is no `most_size`.
         """
         newest = self._newest
         if key[0] > newest:

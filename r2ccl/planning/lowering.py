@@ -4,7 +4,7 @@ The result is computed once per plan and kept in the plan cache. A *link channel
 number that links use; `r2ccl.planning.placement` assigns one to each edge of the schedule.
 
 Invariant: a chunk is cut into the same slices at both ends of its message, and in both memories of
-an op, so a dependency can hold slice by slice.
+an op, so an op can wait for single slices of another op.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     """An op with its position in memory and its slice boundaries.
 
     ``cuts`` holds the slice boundaries, as indices of elements in the memory that the op writes;
-    for a send, in the memory that it reads. For element i that an op writes, it reads element
-    ``i + shift``, if it reads memory. ``is_eager`` is true if the message is sent eagerly.
-    ``is_final`` is that of `r2ccl.schedule.ir.Op`. For a RECV_REDUCE, ``is_left`` is true if the
-    received data is the left operand. Each entry of ``after`` describes another op that this one
-    waits for:
+    for a send, in the memory that it reads. An op that reads and writes memory reads element
+    ``i + shift`` to write element i. ``is_eager`` is true if the message is sent eagerly.
+    ``is_final`` has the same meaning as in `r2ccl.schedule.ir.Op`. For a RECV_REDUCE, ``is_left``
+    is true if the received data is the left operand. Each entry of ``after`` describes another op
+    that this op waits for:
 
     1. Index of the other op.
     2. True if slice k waits only for slice k of the other op; False if it waits for all slices.
@@ -153,10 +153,10 @@ def lower(
         Places of the parts in this rank's memory; scratch memory has equal parts. Default: equal
         parts that follow one another everywhere.
     whole_nbytes : int
-        If above 0, parts of at most this size are sent whole and eagerly on the first channel, all
-        others on the other channels. Ops of empty chunks that wait for no op, and that no op waits
-        for, are then left out. On the first channel, they are kept if `count` is 0 or with
-        `announces_parts`.
+        If above 0, parts of at most this size are sent whole and eagerly on the first channel, and
+        all larger parts on the other channels. Ops of empty chunks are then left out if they wait
+        for no op and no op waits for them. The first channel keeps these ops, too, if `count` is 0
+        or `announces_parts` is True.
     announces_parts : bool
         If True and `whole_nbytes` is above 0, the first channel sends an empty message for each
         part that travels on other channels. A receiver that expects another size then learns this
@@ -164,9 +164,9 @@ def lower(
     clears_busy_links : bool
         If True and `whole_nbytes` is 0, only empty chunks are sent eagerly on busy links. A link is
         busy if more than ``4 * eager_nbytes`` bytes would be sent eagerly on it, and one of these
-        slices has more than ``eager_nbytes / 4`` bytes. This is faster on loopback; a network with
-        a long round trip needs more slices under way than there are landing places. Must be equal
-        on all ranks.
+        slices has more than ``eager_nbytes / 4`` bytes. This is faster on loopback, but a network
+        with a long round trip needs more slices in flight than there are landing places. Must be
+        equal on all ranks.
 
     Raises
     ------
@@ -210,7 +210,7 @@ def lower(
 
 
 def renumbered(layout: Layout, ranks: Sequence[int], channel: Callable[[int], int]) -> Layout:
-    """Return the layout with ``ranks[i]`` for rank i and ``channel(i)`` for link channel i."""
+    """Return `layout` with rank i replaced by ``ranks[i]``, link channel i by ``channel(i)``."""
 
     def way(old: LinkSteps) -> LinkSteps:
         return old._replace(peer=ranks[old.peer], channel=channel(old.channel))
@@ -240,7 +240,7 @@ def cleared(layout: Layout) -> Layout:
     """Return the layout in which all slices are cleared, except empty ones, which are eager.
 
     Calls on memory that this process cannot copy from need such a layout. If one rank uses it for a
-    call, all ranks must.
+    call, all ranks must use it.
     """
     return msgspec.structs.replace(layout, lanes=tuple(_cleared(each) for each in layout.lanes))
 
@@ -282,7 +282,10 @@ def _uses_scratch(program: RankProgram) -> bool:
 
 
 def _without_empty(ops: Sequence[Op], pieces: _Pieces, channel: int) -> tuple[Op, ...]:
-    """Return `ops` without those of empty chunks that wait for no op and that no op waits for."""
+    """Return `ops` without isolated ops of empty chunks.
+
+    An op is isolated if it waits for no op and no op waits for it.
+    """
     awaited = {index for op in ops for index in op.after}
     kept = []
     for index, op in enumerate(ops):
@@ -330,10 +333,11 @@ def _clear_busy_links(
 ) -> tuple[Step, ...]:
     """Return `steps`, with cleared slices on links that would carry many large eager slices.
 
-    An eager slice is copied twice more than a cleared one, and a link waits once it has a few
-    unconfirmed eager slices. The receiver must announce the place of a cleared slice, but on a link
-    with many slices it does so while earlier ones are under way. For a large slice, this costs less
-    than the copies. Both ends of a link clear the same slices, because they have the same slices.
+    An eager slice needs two more copies than a cleared slice, and a link waits once it has a few
+    unconfirmed eager slices. The receiver must announce a landing place for a cleared slice, but on
+    a link with many slices, it does so while earlier slices are in flight. For a large slice, the
+    announcement costs less than the copies. Both ends of a link clear the same slices, because they
+    have the same slices.
 
     Measured with 4 ranks over loopback: an exscan of 1 MiB, whose links carry 16 slices of 32 KiB
     each, takes half of the time; other collectives take the same time.
@@ -410,7 +414,7 @@ def limit_windows(layout: Layout, nhomes: int, nbytes: int) -> Layout:
     Measured with 4 nodes of 4 rails of 200 Mbit/s, queues of 128 KiB, packed trees and slices of
     128 KiB: with two landing places ahead, a call retransmits 1,000 segments, waits 200 ms 3 to 7
     times and takes 1.4 times as long as with one. A port with one sender needs no bound, because
-    the sender's port is as slow. Every link keeps at least one slice in flight; otherwise ranks
+    the sender's port is not faster. Every link keeps at least one slice in flight; otherwise ranks
     would wait for one another.
     """
     ways = [way for lane in layout.lanes for way in lane.recvs]

@@ -59,8 +59,8 @@ class Placement(NamedTuple):
         Edges with their own link channel, which overrides `channels`.
     spread : int
         If above 0, channel 0 has an edge between every two ranks, with the link channel ``(low +
-        high) % spread``; `edges` then has none of them, because they are too many. 0: `edges` has
-        all edges that have their own link channel.
+        high) % spread``. `edges` then omits all edges of channel 0, because there are too many. If
+        0, `edges` has all edges that have their own link channel.
     """
 
     channels: tuple[int, ...]
@@ -69,7 +69,7 @@ class Placement(NamedTuple):
     spread: int = 0
 
     def numbers(self, rank: int, nranks: int) -> dict[tuple[int, int], int]:
-        """Return the link channels of those edges of `rank` that override `channels`.
+        """Return the link channels that override `channels` for edges of `rank`.
 
         A key of the result is a channel of the schedule and a peer. `nranks` is the schedule's
         number of ranks.
@@ -167,12 +167,12 @@ def place_edges(
 ) -> Placement:
     """Place each edge between two nodes on a home rail, for any schedule.
 
-    Edges of nodes with few rails are placed first, and among these the edges with the highest load.
-    Each edge gets the rail on which the busier of its two ports ends earliest. Then edges are
-    moved: if all loads are equal, by edge colouring (see `_even_out`); otherwise away from the
-    busiest port, also in exchange for another edge, as long as that shortens the time. An edge
-    between nodes without a common home rail gets an arbitrary rail; routing chooses its path. Edges
-    inside a node are not placed.
+    Edges of nodes with few rails are placed first; among edges of nodes with equally many rails,
+    those with the highest load come first. Each edge gets the rail on which the busier of its two
+    ports ends earliest. Then edges change rails: if all loads are equal, by edge colouring (see
+    `_even_out`); otherwise, edges leave the busiest port, or swap rails with other edges, as long
+    as this shortens the time. An edge between nodes without a common home rail gets an arbitrary
+    rail; routing chooses its path. Edges inside a node are not placed.
 
     Parameters
     ----------
@@ -388,10 +388,10 @@ class _Ports:
         """Add the weights of all channels to the ports of one hop of a ring.
 
         ``channels[at]`` has the weights of the channels whose home rail is ``at``. A channel whose
-        home rail is down at either end moves as a whole to a rail that is up at both ends: the one
-        on which the total weight of moved channels, including this one, is smallest relative to the
-        rail's share. `r2ccl.failover.migration.routes` does the same with numbers of channels.
-        Returns False if no home rail is up at both ends.
+        home rail is down at either end moves as a whole to a rail that is up at both ends. Of these
+        rails, it moves to the rail on which the total weight of moved channels, including its own,
+        is smallest relative to the rail's share. `r2ccl.failover.migration.routes` does the same
+        with numbers of channels. Returns False if no home rail is up at both ends.
         """
         low, high = self.ends(hop)
         left = {at: min(self.shares[low][at], self.shares[high][at]) for at in self.common(hop)}
@@ -510,8 +510,8 @@ def _improve(flows: Sequence[Flow], chosen: list[int], ports: _Ports) -> None:
     def relieve(index: int, worst: _Time) -> bool:
         """Move flow `index` to another rail, or swap it with a flow there, if that helps.
 
-        It helps if all ports that the moved flows used or use are then busy for less than `worst`.
-        Return True if the flow was moved.
+        A change helps if it makes the busy times of all old and new ports of the moved flows less
+        than `worst`. Return True if the flow was moved.
         """
         nonlocal left
         flow, here = flows[index], chosen[index]

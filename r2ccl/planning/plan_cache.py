@@ -1,14 +1,14 @@
 """Plan cache: the plan of each call shape, made on first use and kept.
 
-`planner` chooses the schedule and its placement on the rails, the checker verifies it if it is
-small or the user's, `lowering` cuts it into slices, and `kernels` has the arithmetic. Apart from
-the rank, and the places of parts in its memory, a plan depends only on values that are equal on all
-ranks: the call's signature, its number and the user's schedule, the settings, the fabric with its
-agreed rates, and the agreed health. The plans of all ranks therefore match.
+`planner` chooses the schedule and its placement on the rails, the checker verifies a schedule that
+is small or the user's, `lowering` cuts the schedule into slices, and `kernels` has the arithmetic.
+Apart from the rank, and the places of parts in its memory, a plan depends only on values that are
+equal on all ranks: the call's signature, its number and the user's schedule, the settings, the
+fabric with its agreed rates, and the agreed health. The plans of all ranks therefore match.
 
-Invariant: a cache holds at most `_KEPT` plans of calls without parts of unequal size, and as many
-of calls with such parts. The total size of either kind is bounded. All are of the two newest
-versions of the health (`r2ccl.planning.kept`); the oldest are evicted first.
+Invariant: a cache holds at most `_KEPT` plans of calls with parts of unequal size, and at most
+`_KEPT` plans of other calls. The total size of each kind is bounded. All plans are of the two
+newest versions of the health (`r2ccl.planning.kept`); the oldest plans are evicted first.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Plan(NamedTuple):
     is_bandwidth_sample : bool
         True if the traffic of the call can measure the bandwidth of rails.
     pairs : dict of (int, bool) to int, or None
-        For a collective in `r2ccl.types.PAIRWISE`, by peer and direction (True: to the peer), the
-        signature that is sent instead of `signature`; it has the number of elements that the pair
-        exchanges in this direction. None for other collectives.
+        Signatures that are sent instead of `signature`, by peer and direction (True: to the peer).
+        Each has the number of elements that the pair exchanges in this direction. None unless the
+        collective is in `r2ccl.types.PAIRWISE`.
     is_lasting : bool
-        True if all equal calls have this plan, whatever their collective number, as long as the
-        health does not change. Always True with a schedule of the user. With the planner's choice,
-        False if such a call must sometimes be a bandwidth sample, or if the plan was made without a
-        collective number.
+        True if all equal calls have this plan until the health changes, whatever their collective
+        numbers. Always True with a schedule of the user. With the planner's choice, False if equal
+        calls must sometimes be bandwidth samples, or if the plan was made without a collective
+        number.
     kernel : int
         Address of the kernel that reduces in compiled code; 0: the library's kernel for the dtype
         and the op of the signature.
@@ -80,7 +80,7 @@ class Planning(msgspec.Struct, frozen=True):
     Attributes
     ----------
     version : int
-        Version of the health; every change of the health begins a new one.
+        Version of the health; every change of the health begins a new version.
     nplans : int
         Number of plans made.
     total_s, longest_s : float
@@ -98,9 +98,10 @@ Place = Callable[[Layout], Layout]
 
 
 def in_job(members: Sequence[int], first_channel: int) -> Place:
-    """Return the `Place` of a communicator with the ranks `members` of the job.
+    """Return the function that maps layouts of a communicator to ranks and channels of its job.
 
-    `first_channel` is the lowest of its link channels in the job.
+    `members` has the ranks of the communicator, as numbers in the job. `first_channel` is the
+    communicator's lowest link channel in the job.
     """
     return lambda layout: renumbered(layout, members, lambda number: first_channel + number)
 
@@ -122,7 +123,7 @@ class GroupPlanCache:
         Fabric of the whole communicator.
     config : Config
     homes : sequence of int, optional
-        Home rails of the group's channels, a subset of those of `fabric`. Default: all.
+        Home rails of the group's channels, a subset of the home rails of `fabric`. Default: all.
     place : callable, optional
         As for `PlanCache`.
     """
@@ -155,8 +156,8 @@ class GroupPlanCache:
     def __call__(self, call: CallSignature, health: Health, parts: Parts | None = None) -> Plan:
         """Return the plan of a collective of the group, given the health of all ranks.
 
-        The plan has the ranks and link channels of the whole communicator, or those that the
-        argument `place` of the cache maps them to.
+        The ranks and link channels of the plan are those of the whole communicator or, if the cache
+        was made with `place`, the numbers to which `place` maps them.
 
         Parameters
         ----------
@@ -211,7 +212,7 @@ class CheckedSchedules:
         self._keys: set[tuple[Hashable, bool]] = set()
 
     def check(self, schedule: Schedule, key: Hashable, *, is_ordered: bool) -> None:
-        """Check `schedule`, unless one with the same `key` and `is_ordered` was accepted before.
+        """Check `schedule`, unless the same `key` and `is_ordered` were accepted before.
 
         Only schedules of the same collective, with the same root and the same ops, may have the
         same `key`.
@@ -219,7 +220,7 @@ class CheckedSchedules:
         Raises
         ------
         ScheduleError
-            If `schedule` is wrong, or if `is_ordered` and it does not reduce in rank order.
+            If `schedule` is incorrect or, with `is_ordered`, does not reduce in rank order.
         InvalidArgument
             As in `r2ccl.schedule.check.check`.
         """
@@ -236,8 +237,8 @@ class CheckedSchedules:
 class PlanCache:
     """Plan cache of one rank: a callable that returns the plan of a call.
 
-    Only the thread that runs a collective may ask for its plan, or whether it is a bandwidth
-    sample. Any thread may call `choose`, `choice_of`, `explain` and `check_own`.
+    Only the thread that runs a collective may request its plan, or query whether the collective is
+    a bandwidth sample. Any thread may call `choose`, `choice_of`, `explain` and `check_own`.
 
     Parameters
     ----------
@@ -381,7 +382,7 @@ class PlanCache:
         Raises
         ------
         ScheduleError
-            If `schedule` is wrong, or if `is_ordered` and it does not reduce in rank order.
+            If `schedule` is incorrect or, with `is_ordered`, does not reduce in rank order.
         InvalidArgument
             As in `r2ccl.schedule.check.check`.
         """
@@ -467,11 +468,11 @@ class PlanCache:
         the predicted time of the call in two levels, 0 if unknown; None if it would run in one
         level.
 
-        The result is equal on all ranks, because all plan with a new health from the same call on.
+        The result is equal on all ranks, because all ranks use a new health from the same call on.
         It is False for scans, collectives in `r2ccl.types.DIRECT` and operations that are not
         commutative, and with ``R2CC_BALANCE=0``. It is also False if the network was not measured,
-        the predicted time of the call is unknown, its fastest schedule is a sample anyway, or it
-        has no schedule that is a sample.
+        if the predicted time of the call is unknown, if the fastest schedule of the call is a
+        sample anyway, or if none of its schedules is a sample.
         """
         return self._take(op, self._cost_of(call, health, two_level_ns), health)
 
@@ -515,7 +516,7 @@ class PlanCache:
         return SampleCost(chosen_ns, max(0, gauge.predicted_ns - chosen_ns))
 
     def _check_choice(self, schedule: Schedule, *, is_ordered: bool) -> None:
-        """Check a schedule of the library before its first use; only tests check large ones."""
+        """Check a small schedule of the library before its first use; tests check large ones."""
         if schedule.nranks * schedule.nchannels <= _CHECKED_SIZE:
             # Schedules of one family and size can have different ops, for example other trees.
             # Comparing digests takes a tenth of the time of a check.

@@ -1,22 +1,23 @@
 """Planner: choose the schedule of a call, its placement on rails and its slice size.
 
-All ranks make the same choice, because the planner reads only what all ranks share: the call, the
-configuration, the fabric with the agreed rates, and the agreed health. The planner keeps results
-from call to call; this saves time and never changes a choice.
+All ranks make the same choice, because the planner reads only values that all ranks share: the
+call, the configuration, the fabric with the agreed rates, and the agreed health. The planner keeps
+results from call to call; this saves time and never changes a choice.
 
 A collective whose data fits one eager slice is bound by latency and runs recursive doubling,
 dissemination, a scan by doubling or a tree of few levels; with settings that allow only rings, a
 small allgather or reduce-scatter runs a ring. Larger collectives run the candidate with the least
-predicted time, or a preferred one whose time is within 2 % of it (`r2ccl.planning.cost_model`,
-`best`). Alltoalls and exchanges of unequal parts, of any size, and larger gathers and scatters are
-direct exchanges (`r2ccl.planning.exchange_placement`). A reduction by an operation that is not
-commutative runs recursive doubling, or chains in rank order. ``R2CC_MODE`` restricts the schedule
-families; in mode auto, ``R2CC_ALGO`` can fix the family of larger allreduces. Its value ``ring``
-also restricts the other collectives, as the modes failstop, migrate and balance do.
+predicted time, or a preferred candidate whose time is within 2 % of the least
+(`r2ccl.planning.cost_model`, `best`). Alltoalls and exchanges of unequal parts, of any size, and
+larger gathers and scatters are direct exchanges (`r2ccl.planning.exchange_placement`). A reduction
+by an operation that is not commutative runs recursive doubling, or chains in rank order.
+``R2CC_MODE`` restricts the schedule families; in mode auto, ``R2CC_ALGO`` can fix the family of
+larger allreduces. Its value ``ring`` also restricts the other collectives, as the modes failstop,
+migrate and balance do.
 
-If some nodes have no common home rail, a schedule runs in which every two neighbors have one, if
-such a schedule is found. Scans, alltoalls, exchanges of unequal parts and operations that are not
-commutative are exceptions.
+If some nodes have no common home rail, the planner chooses a schedule in which every two neighbors
+have a common home rail, unless it finds no such schedule. This does not apply to scans, alltoalls,
+exchanges of unequal parts and operations that are not commutative.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ class Planner:
         The operation of `call` must be commutative. For an allreduce, the result includes families
         that `plan` does not try with these settings and this health, but no spanning tree if
         another family can run. For another collective, the only element is the choice of `plan` if
-        there is no other candidate, or if `plan` compares none because the data fits one eager
-        slice. Its predicted time may then be 0.
+        there is no other candidate, or if `plan` compares no candidates because the data fits one
+        eager slice. The predicted time of this element may be 0.
         """
         if call.collective == Collective.ALLREDUCE:
             return self.compare(nbytes, health, FAMILIES)
@@ -183,7 +184,7 @@ class Planner:
         return [predict(each, nbytes, self.fabric, self._config) for each in placed]
 
     def _small(self, call: CallSignature, terms: Terms, health: Health) -> Choice:
-        """Return the choice for a call without data, or whose data fits one eager slice."""
+        """Return the choice for a call that has no data or whose data fits one eager slice."""
         nranks = health.nranks
         is_bridged = _is_bridged(terms)
         if call.collective in PARTED:
@@ -213,8 +214,8 @@ class Planner:
     ) -> Choice:
         """Return the choice for a gather or scatter over a tree.
 
-        It is a spanning tree if home rails connect all nodes, but some of them only over other
-        nodes; else a binomial tree.
+        The tree is a spanning tree if home rails connect all nodes, but connect some nodes only
+        over other nodes. Otherwise it is a binomial tree.
         """
         make = _TREE_GATHERS[call.collective]
         if _is_bridged(terms):
@@ -226,7 +227,7 @@ class Planner:
         return Choice(schedule.name, schedule, placement, self._config.slice_nbytes)
 
     def _direct(self, call: CallSignature, nbytes: int, health: Health) -> Choice:
-        """Return the choice for a direct exchange, whose placement is kept per health."""
+        """Return the choice for a direct exchange; its placement is cached for each health."""
         collective = Collective(call.collective)
         key = (health.version, f"{collective.name} {call.root}", 0)
         found = self._placed.get(key)
@@ -281,13 +282,13 @@ class Planner:
     ) -> list[Choice]:
         """Return the candidates for an allreduce of `nbytes`, each with its predicted time.
 
-        They are in the order of `families`; a family may have several or none. Candidates in which
-        two neighbors share no home rail are left out. If this leaves none, the ring is tried, then
-        the families in `_BRIDGED`. If this leaves none either, the result is the ring, although
-        some neighbors in it share no home rail.
+        The candidates are in the order of `families`; a family may have several candidates or none.
+        Candidates in which two neighbors share no home rail are left out. If no candidate remains,
+        the ring is tried, then the families in `_BRIDGED`. If these have no candidate either, the
+        result is the ring, although some neighbors in it share no home rail.
 
-        If nodes have several ranks, a schedule can be over nodes (`Choice.is_among_nodes`); `plan`
-        expands the one that it chooses.
+        If nodes have several ranks, a schedule can be over nodes (`Choice.is_among_nodes`). `plan`
+        expands the schedule that it chooses.
 
         Parameters
         ----------
@@ -311,7 +312,7 @@ class Planner:
         return [predict(each, nbytes, self.fabric, self._config) for each in found]
 
     def _put(self, name: str, terms: Terms, health: Health) -> list[Placed]:
-        """Return the placed candidates of a family, kept per health."""
+        """Return the placed candidates of a family, which are cached for each health."""
         key = (health.version, name, terms.nchannels if name in _OF_RINGS else 0)
         return self._keep(key, partial(candidates, name, terms), health)
 
@@ -406,7 +407,7 @@ class Planner:
         return min(most, max(1, nbytes // (nranks * _MIN_CHUNK_NBYTES)))
 
     def _carried(self, health: Health) -> Health:
-        """Return `health`, or a health with all rails whole if the mode ignores failures."""
+        """Return `health`, or a health without any failure if the mode ignores failures."""
         if self._config.is_balanced:
             return health
         return Health.whole(health.nranks, health.nrails)
@@ -458,8 +459,8 @@ def best(found: Sequence[Choice]) -> Choice:
 def reason(chosen: Choice, found: Sequence[Choice]) -> str:
     """Return a text that says why `best` chose `chosen` among `found`.
 
-    The text gives the predicted times of `chosen` and of the fastest other family. It gives none if
-    there is no other family, or if some neighbors in `chosen` have no common home rail.
+    The text gives the predicted times of `chosen` and of the fastest other family. It gives no
+    times if there is no other family, or if some neighbors in `chosen` have no common home rail.
     """
     least: dict[str, Choice] = {}
     for each in sorted(found, key=lambda choice: choice.predicted_ns):
@@ -493,7 +494,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _expanded(choice: Choice, terms: Terms) -> Choice:
-    """Return `choice` with a schedule over ranks; expand its schedule if that is over nodes."""
+    """Return `choice` with a schedule over ranks; expand a schedule over nodes."""
     if not choice.is_among_nodes:
         return choice
     schedule, placement = expand(choice.schedule, choice.placement, terms.teams, choice.flows)

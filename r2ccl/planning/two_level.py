@@ -8,7 +8,7 @@ after it, the ranks of each node reduce, copy or collect the parts
 (`r2ccl.runtime.two_level_steps`). All groups run at the same time, in one of two ways:
 
 - *At home*: the home rails are divided among the groups. If a rail is down, its channels spread
-  over all other rails of the node, also those of other groups (`r2ccl.failover.migration.routes`).
+  over all other rails of the node, even rails of other groups (`r2ccl.failover.migration.routes`).
   A part is proportional to the total bandwidth of its group's home rails, where a rail counts as
   much as its slowest NIC that is up. A lost NIC therefore delays all groups equally, and a slow NIC
   makes the part of its group smaller.
@@ -173,8 +173,8 @@ class TwoLevelPlans:
         user-defined, or its collective is in `PARTED` and the ranks are not numbered node by node.
         A call of at most ``R2CC_EAGER_NBYTES`` runs in one level unless two levels need fewer
         steps. In the modes r2cc and auto, a larger call runs in one level if that is predicted to
-        take less time by more than 2 %, or if some neighbors would have no common home rail,
-        whether the groups run at home or everywhere.
+        take less time by more than 2 %. It also runs in one level if some neighbors would have no
+        common home rail, both with groups at home and with groups everywhere.
         """
         key = (health.version, call, sizes)
         try:  # another thread may drop the result between two look-ups
@@ -188,9 +188,9 @@ class TwoLevelPlans:
     ) -> bool:
         """Return whether a call with a `division` must run in one level as a bandwidth sample.
 
-        `division` is the one that the method `division` returned for `call`; the call uses it if
-        the result is False. `op` is the number of the collective before `call`, equal on all ranks.
-        See `PlanCache.is_bandwidth_sample`.
+        `division` is the result of the method `division` for `call`. If this method returns False,
+        the call uses `division`. `op` is the number of the collective before `call`, equal on all
+        ranks. See `PlanCache.is_bandwidth_sample`.
         """
         return self._plans.is_bandwidth_sample(call, health, op, division.predicted_ns)
 
@@ -233,9 +233,9 @@ class TwoLevelPlans:
         return NodePlace(node, self._teams[node].index(rank), len(self._teams[node]))
 
     def bounds(self, count: int, sizes: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Return the first element of each rank's part of a buffer, and at the end `count`.
+        """Return the index of the first element of each rank's part of a buffer, then `count`.
 
-        Parts follow one another in the order of the ranks; `sizes` as for `division`.
+        Parts follow one another in the order of the ranks; for `sizes`, see `division`.
         """
         nranks = len(self._teams) * len(self._teams[0])
         return tuple(accumulate(sizes or (count // nranks,) * nranks, initial=0))
@@ -304,8 +304,8 @@ class TwoLevelPlans:
     ) -> tuple[bool, int] | None:
         """Return whether groups run at home (False: everywhere), and the predicted time in ns.
 
-        Return None if one level is faster by more than 2 % (`_AS_GOOD`), or if neither way works,
-        because some neighbors have no common home rail. Only the times between the nodes are
+        Return None if one level is faster by more than 2 % (`_AS_GOOD`), or if some neighbors have
+        no common home rail both at home and everywhere. Only the times between the nodes are
         compared; the times of the steps within a node are neglected.
         """
         one = self._plans.choice_of(call, health)
@@ -329,7 +329,7 @@ class TwoLevelPlans:
     def _of_nodes(
         self, planner: Planner, call: CallSignature, nbytes: int, health: Health
     ) -> Choice:
-        """Return the choice of `planner` for `call` among the nodes, as if each were one rank.
+        """Return the choice of `planner` for `call` among the nodes, with one rank per node.
 
         The buffer has `nbytes` bytes; `health` is the health of the nodes. The root of `call` is
         replaced by its node.
@@ -410,8 +410,8 @@ def slowdown_of(rows: Sequence[Sequence[int]], weights: Sequence[int]) -> Fracti
 
     ``rows[i][r]`` is the share (`r2ccl.failover.health.table`) of the port of node i on rail r; the
     nodes form a ring in this order. Rail r carries an amount of data proportional to
-    ``weights[r]``. Between two neighbors, the load of a rail that is down spreads over those that
-    are up, in proportion to their shares. Returns None if two neighbors have no common rail.
+    ``weights[r]``. Between two neighbors, the load of a rail that is down spreads over the rails
+    that are up, in proportion to their shares. Returns None if two neighbors have no common rail.
     """
     busiest = Fraction(0)
     for one, other in pairwise((*rows, rows[0])):
@@ -430,12 +430,12 @@ def slowdown_of(rows: Sequence[Sequence[int]], weights: Sequence[int]) -> Fracti
 
 
 def count_chunks(nbytes: int, npieces: int = 1) -> int:
-    """Return the number of chunks, of `npieces` pieces each, of a call of `nbytes`.
+    """Return the number of chunks of a call of `nbytes`; each chunk has `npieces` pieces.
 
-    The first and the last step of a call, within the nodes, do not overlap with the network; they
-    are shorter with smaller chunks. Between two chunks, the network idles for `_GAP_NS`. The number
-    of chunks minimizes the sum of both times. If a chunk has more than two pieces, there are fewer
-    chunks, because every piece takes a step within the nodes.
+    The first and the last step of a call run within the nodes and do not overlap with the network.
+    They are shorter with smaller chunks. Between two chunks, the network idles for `_GAP_NS`. The
+    number of chunks minimizes the sum of both times, up to `_MOST_CHUNKS`. If a chunk has more than
+    two pieces, there are fewer chunks, because every piece takes a step within the nodes.
     """
     exposed_ns = 2 * nbytes * 10**9 // _LOCAL_BYTES_PER_S
     nchunks = max(1, min(_MOST_CHUNKS, isqrt(exposed_ns // _GAP_NS)))

@@ -46,7 +46,7 @@ def type_name(x: Any) -> str:
 def cannot_view(x: Any, why: object) -> InvalidArgument:
     """Return the error for an array `x` that cannot be viewed, for the reason `why`.
 
-    If `x` is a JAX array and a reason is known here, the error names that reason, not `why`.
+    If `x` is a JAX array and `_jax_reason` finds a reason, the error names this reason, not `why`.
     """
     fix = "; pass x.detach()" if getattr(x, "requires_grad", False) else ""
     reason = _jax_reason(x) or f"{why}{fix}"

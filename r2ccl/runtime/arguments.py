@@ -1,6 +1,6 @@
 """Validation of the arguments of a collective.
 
-Each collective has a function here; scan and exscan share one. The function makes views of the
+Each collective has a function; scan and exscan share a function. The function makes views of the
 arrays in host or device memory and returns a `Request` with the call signature that must be equal
 on all ranks. If the caller passed no output, but the call needs one and its size is known, the
 function allocates it. The function does not communicate, and reads array data only to copy it. Its
@@ -9,8 +9,8 @@ of `Communicator` with the same name.
 
 Invariant: the arrays of every `Request` are valid and fit together, and its operation exists. Other
 arrays and operations raise `InvalidArgument`, before any data moves. These functions leave three
-checks to others: the caller checks the root (`rank_of`), `check_op` or planning
-checks that the dtype supports a `ReduceOp`, and `PlanCache` checks the ops of the schedule.
+checks to others: the caller checks the root (`rank_of`), `check_op` or planning checks that the
+dtype supports a `ReduceOp`, and `PlanCache` checks the ops of the schedule.
 """
 
 from __future__ import annotations
@@ -633,9 +633,9 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
     Raises
     ------
     InvalidArgument
-        If `x` is not such an object, is a masked array, or does not export its memory; if this
-        memory is on a device, byte-swapped or of an unsupported dtype; if it is neither aligned nor
-        copied; or, with `writable`, if it is read-only or not C-contiguous.
+        If `x` is not such an object, is a masked array, or does not export its memory. If its
+        memory is on a device, byte-swapped, of an unsupported dtype, or not aligned (unless `x` is
+        copied). With `writable`, also if its memory is read-only or not C-contiguous.
 
     Notes
     -----
@@ -677,8 +677,8 @@ def check_op(request: Request) -> None:
 def _with_operation(request: Request, op: Operation) -> Request:
     """Return `request` with the operation `op`, which is not a `ReduceOp`.
 
-    Raise InvalidArgument if `op` is no operation, or if the dtype or the memory of the request does
-    not support `op`.
+    Raise InvalidArgument if `op` is not an operation, or if the dtype or the memory of the request
+    does not support `op`.
     """
     code = request.signature.dtype
     if isinstance(op, kernels.UserOp):
@@ -721,8 +721,9 @@ def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
 def _output(source: Memory | None, out: Any) -> Memory:
     """Return a view of `out`.
 
-    Raise InvalidArgument if `view` refuses `out`. Also if `source` is given, unless both are in
-    host memory or both on one GPU; an empty device array counts as on any GPU.
+    Raise InvalidArgument if `view` refuses `out`. If `source` is not None, also raise it unless
+    both arrays are in host memory or on the same GPU. An empty device array counts as being on any
+    GPU.
     """
     try:
         output = view(out, writable=True)
@@ -745,8 +746,8 @@ def _output(source: Memory | None, out: Any) -> Memory:
 def _refuse_unused(out: Any) -> None:
     """Raise InvalidArgument if `out`, which this rank does not use, is a root or an operation.
 
-    A program that passes one of these in the place of `out` does so on all ranks. If only the root
-    refused it, the other ranks would wait for the root.
+    A program that passes a root or an operation as `out` does so on all ranks. If only the root
+    refused the call, the other ranks would wait for the root.
     """
     error = misplaced(out)
     if error is not None:

@@ -217,7 +217,7 @@ class Work(Generic[_R]):
 
 
 class Worker:
-    """Thread that runs tasks in the order of their submission; the first task starts it.
+    """Thread that runs tasks in the order of their submission; starts with the first task.
 
     Parameters
     ----------

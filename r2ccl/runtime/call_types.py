@@ -6,8 +6,8 @@ A collective has three overloads:
    may also return None. If `x` is a JAX array and `out` is not given, the result is a new JAX
    array.
 2. An asynchronous call returns a `Work` whose result has the type that a blocking call returns.
-3. All other calls return Any: those with an `async_op` whose value the type checker does not know,
-   and those with arrays of different types, such as a read-only input and a NumPy array as output.
+3. All other calls return Any: calls with an `async_op` whose value the type checker does not know,
+   and calls with arrays of different types, such as a read-only input and a NumPy output.
 """
 
 from __future__ import annotations
@@ -79,21 +79,21 @@ N = TypeVar("N", bound=WritableDlpack | HasCuda | JaxArray)
 
 
 class Now(TypedDict, total=False):
-    """Keywords of a blocking collective."""
+    """Keyword arguments of a blocking collective."""
 
     stream: Any
     async_op: Literal[False]
 
 
 class Later(TypedDict, total=False):
-    """Keywords of an asynchronous collective."""
+    """Keyword arguments of an asynchronous collective."""
 
     stream: Any
     async_op: Required[Literal[True]]
 
 
 class Either(TypedDict, total=False):
-    """Keywords of a collective, blocking or asynchronous."""
+    """Keyword arguments of a collective, blocking or asynchronous."""
 
     stream: Any
     async_op: bool

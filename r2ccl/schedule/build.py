@@ -1,4 +1,4 @@
-"""Builder of a rank's ops that derives each op's dependencies from the memory it reads and writes.
+"""Builder of the ops of one rank, with dependencies derived from the memory that each op uses.
 
 Every op waits for the earlier op of the same rank and channel that last wrote its memory; an op
 that writes also waits for the ops that have read the memory since. INPUT and OUTPUT count as the
@@ -21,9 +21,9 @@ _Place = tuple[Space, int]
 class ProgramBuilder:
     """Builder of the ops of one rank on one channel.
 
-    If no space is given, an op reads a chunk from OUTPUT if an earlier op has written the chunk
-    there, otherwise from INPUT. The methods that add an op return its index. The new op waits for
-    the ops in ``after``, and for the earlier ops that conflict with it on the memory it uses.
+    By default, `send` and `recv_reduce` read a chunk from OUTPUT if an earlier op has written the
+    chunk there, otherwise from INPUT. The methods that add an op return its index. The new op waits
+    for the ops in ``after``, and for the earlier ops that use the same memory and conflict with it.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class ProgramBuilder:
     def send(
         self, peer: int, chunk: int, *, after: Sequence[int] = (), space: Space | None = None
     ) -> int:
-        """Add an op that sends this rank's `chunk` in `space` (default: `held`) to `peer`."""
+        """Add an op that sends this rank's `chunk` in `space` (default: see `held`) to `peer`."""
         source = self.held(chunk) if space is None else space
         waits = self._reading(source, chunk)
         return self._add(Op(OpKind.SEND, peer, source, chunk, Space.OUTPUT, -1, _all(waits, after)))
@@ -68,7 +68,7 @@ class ProgramBuilder:
     ) -> int:
         """Add an op that receives `chunk` from `peer` into `space`.
 
-        `is_proof` sets `Op.is_proof`; it is ignored if the op waits for no SEND.
+        `is_proof` sets `Op.is_proof`, but only if the op waits for a SEND.
         """
         waits = _all(self._writing(space, chunk), after)
         proves = is_proof and any(self._ops[index].kind == OpKind.SEND for index in waits)

@@ -9,8 +9,8 @@ The checks, in this order:
 1. Every field is valid.
 2. Every send has a matching receive, and every receive a matching send.
 3. There is no deadlock.
-4. Memory is read after it is written and overwritten after it is released, as guaranteed by the
-   dependencies of the ops, independent of timing.
+4. The dependencies of the ops guarantee, independent of timing, that memory is read only after it
+   is written, and overwritten only after it is released.
 5. Every contribution arrives exactly once. Outputs with the same contributions are reduced in the
    same order on all ranks, and in rank order if the collective requires it. `Op.is_final` is set
    exactly on the ops that complete a reduction.
@@ -42,17 +42,17 @@ def check(schedule: Schedule) -> None:
     Raises
     ------
     ScheduleError
-        If the schedule is wrong. The error describes the first mistake found, and names the rank,
-        channel, op and chunk of the mistake where it has them. For example, an output that is wrong
-        at the end has no op, and an unknown collective has no rank.
+        If the schedule is wrong. The error describes the first mistake found and names the rank,
+        channel, op and chunk if the mistake has them. For example, an output that is wrong at the
+        end has no op, and an unknown collective has no rank.
     InvalidArgument
         If the collective needs the same number of chunks for each rank, and the number of chunks of
         a channel is not a multiple of `nranks`.
 
     Notes
     -----
-    *Cost*: several passes over the ops of all ranks, and sorts. For each pair of conflicting ops
-    whose order does not follow directly from ``after``, also a graph search.
+    *Cost*: several passes over the ops of all ranks, several sorts, and a graph search for each
+    pair of conflicting ops whose order does not follow directly from ``after``.
     """
     conditions = conditions_of(schedule)
     arrays = as_arrays(schedule)

@@ -8,16 +8,16 @@ A buffer is divided into chunks first, then each chunk among the channels::
 If all channels have the same number of chunks, the chunk of an element does not depend on the
 number of channels or on their weights. If all channels also have the same ops, the order in which
 the contributions to an element are reduced does not depend on them either. A plan that moves work
-from one rail to another then gives a bit-identical result. If channels differ in their number of
-chunks, the buffer is divided into as many chunks as the greatest common divisor of these numbers,
-and each channel divides its piece of a chunk further.
+from one rail to another then gives a bit-identical result. If the channels have different numbers
+of chunks, the buffer is divided into g chunks, where g is the greatest common divisor of these
+numbers, and each channel divides its piece of a chunk further.
 
 The pieces cover the buffer without overlap. They are computed with integers from the arguments
 only, so ranks with equal arguments get the same layout without communication.
 
 A buffer may consist of parts (`Parts`), which can differ in size and lie anywhere in memory. The
-division of a part does not depend on other parts, or on its place in memory, so the sender and the
-receiver of a part divide it in the same way.
+division of a part depends neither on other parts nor on the address of the part, so the sender and
+the receiver of a part divide it in the same way.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ MIN_GRANULES = 64
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """Places of the parts of a call in the memory of one rank.
+    """Positions of the parts of a call in the input and output of one rank.
 
     Attributes
     ----------
     inputs, outputs : tuple of Range
-        Elements of each part in the input and in the output; an empty range for a part that the
-        rank does not have there. Part k belongs to rank k, except in an alltoall: the input part k
-        of rank r goes to rank ``r + k``, and the output part k of rank r comes from rank ``r - k``,
-        both modulo the number of ranks.
+        Range of elements of each part in the input, and in the output. The range is empty for a
+        part that the rank's input or output does not have. Part k belongs to rank k, except in an
+        alltoall: the input part k of rank r goes to rank ``r + k``, and the output part k of rank r
+        comes from rank ``r - k``, both modulo the number of ranks.
     """
 
     inputs: tuple[Range, ...]

@@ -192,14 +192,15 @@ ROOTED: dict[str, Callable[[int, int, int], Conditions]] = {
 
 
 def conditions_of(schedule: Schedule) -> tuple[Conditions, ...]:
-    """Return the conditions of `schedule`'s collective, one per channel.
+    """Return the conditions of `schedule`'s collective for each channel.
 
     Raises
     ------
     ScheduleError
         If the name of the collective is neither in `CONDITIONS` nor in `ROOTED`.
     InvalidArgument
-        If the collective needs a multiple of `nranks` chunks and a channel has another number.
+        If the collective needs a multiple of `nranks` chunks per channel, and a channel has a
+        number of chunks that is not such a multiple.
     """
     name, nranks = schedule.collective, schedule.nranks
     if name in CONDITIONS:

@@ -42,8 +42,8 @@ _LEAVING, _NUMBER_AT, _NUMBER_HEIGHT, _CHARACTER = 9, 27, 15, 7.5
 class _Move(NamedTuple):
     """One drawn item: messages drawn as one arrow, or local ops drawn as one mark.
 
-    `landed` is the step in which a message lands, and `done` the step in which its op is done. They
-    differ if a message waits before it is reduced. `source` is -1 for a local op.
+    `landed` is the step in which a message lands, and `done` the step in which the op is done. The
+    two steps differ if a message waits before it is reduced. `source` is -1 for a local op.
     """
 
     channel: int
@@ -105,7 +105,7 @@ def svg(schedule: Schedule, caption: str = "", max_panels: int = DEFAULT_PANELS)
     str
         An SVG document with its own background. Arrows are messages; wider arrows carry more data.
         On a channel with several chunks, arrows are numbered and colored by chunk. On a channel
-        with one chunk, they have no numbers, and all have the channel's colour.
+        with one chunk, they have no numbers, and all have the channel's color.
 
     Raises
     ------
@@ -245,9 +245,9 @@ def _ground(frame: _Frame, channel: int) -> Iterator[str]:
 def _free(begin: Point, end: Point, label: str, taken: Sequence[tuple[Point, float]]) -> Point:
     """Return a point on an arrow at which the arrow's label covers no other label.
 
-    The first such point from the tail on is returned, because near the tail the label cannot be
-    mistaken for the label of a crossing arrow. If the label would cover another label everywhere,
-    the first point is returned.
+    The point is as near to the tail as possible, because there the label cannot be mistaken for the
+    label of a crossing arrow. If the label covers another label at every point, the point nearest
+    to the tail is returned.
     """
     ways = range(_NUMBER_AT, max(int(shapes.distance(begin, end)) - 24, _NUMBER_AT + 1), 3)
     places = [shapes.along(begin, end, by) for by in ways]
@@ -290,7 +290,7 @@ def _heading(
 
 
 def _loads(schedule: Schedule, arrays: ScheduleArrays, chosen: Bools) -> list[Fraction]:
-    """Return the amount of data that each rank's chosen ops move, as a multiple of the buffer."""
+    """Return the data that the ops in mask `chosen` move, per rank, as a multiple of the buffer."""
     loads = [Fraction(0)] * schedule.nranks
     for rank, channel in arrays.ops[["rank", "channel"]][chosen].tolist():
         loads[rank] += _share(schedule, channel)
@@ -334,7 +334,7 @@ def _legend(schedule: Schedule, shown: Sequence[Sequence[_Move]]) -> tuple[list[
 
 
 def _share(schedule: Schedule, channel: int) -> Fraction:
-    """Return the share of one chunk of a channel in the buffer."""
+    """Return the fraction of the buffer that one chunk of `channel` has."""
     total = sum(schedule.weights) * schedule.nchunks[channel]
     return Fraction(schedule.weights[channel], total)
 

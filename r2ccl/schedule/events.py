@@ -1,7 +1,7 @@
 """Event graph of a schedule: matching of sends and receives, dependencies, deadlocks.
 
-The graph has an edge if and only if an executor with the smallest allowed buffers makes the edge's
-target wait for its source. An order found here is therefore a possible execution, and a cycle found
+The graph has an edge from event A to event B if and only if an executor with the smallest allowed
+buffers makes B wait for A. An order found here is therefore a possible execution, and a cycle found
 here is a deadlock of such an executor.
 
 Op ``i`` has three events, the nodes ``3 i``, ``3 i + 1`` and ``3 i + 2``:
@@ -18,10 +18,12 @@ have been delivered and, for a RECV, after the receiver has announced the landin
 
 Slices
 ------
-This graph is exact for chunks of one slice. With several slices per chunk, an edge between ops on
-the same chunk index holds slice by slice; an edge between different indices, or between two
-messages of one link, leads from the last slice of one op to the first slice of the other (a *whole*
-edge); and a slice lands only after the previous slice has left the link's room for unreduced data.
+This graph is exact for chunks of one slice. With several slices per chunk:
+
+- An edge between ops on the same chunk index holds for each slice separately.
+- An edge between different chunk indices, or between two messages of one link, leads from the last
+  slice of one op to the first slice of the other op (a *whole* edge).
+- A slice lands only after the previous slice has left the link's room for unreduced data.
 
 Consider a cycle through several slices. An edge that is not whole never leads to an earlier slice,
 so the cycle contains a whole edge. Conversely, a path within a chunk index can lead to any later

@@ -22,7 +22,7 @@ class Levels(NamedTuple):
     ----------
     level : ndarray of int64, shape (nnodes,)
         Number of edges on the longest path to the node; -1 if the node is on a cycle or reachable
-        from one.
+        from a cycle.
     distance : ndarray of int64, shape (nnodes,)
         Largest sum of weights on a path to the node; undefined where ``level`` is -1.
     """
@@ -110,7 +110,8 @@ def strong_components(nnodes: int, source: Ints, target: Ints) -> Ints:
 def find_cycle(nnodes: int, source: Ints, target: Ints) -> list[int]:
     """Return the nodes of one cycle, in edge order.
 
-    There must be at least one edge, and every node with an outgoing edge must have an incoming one.
+    There must be at least one edge, and every node with an outgoing edge must have an incoming
+    edge.
     """
     before = np.zeros(nnodes, np.int64)
     before[target] = source

@@ -10,7 +10,7 @@ Conflicting ops work on the same chunk index, and each rule holds either slice b
 slices together. The result of the check for whole ops is therefore valid for every slice.
 
 INPUT and OUTPUT count as the same memory, as in an in-place call, unless the collective is in
-`r2ccl.schedule.ir.APART`. A schedule without races in place has none out of place.
+`r2ccl.schedule.ir.APART`. A schedule that has no races in place has no races out of place.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_hazards(
 
 
 class _Waits:
-    """Checker that dependencies and messages guarantee the order of two ops."""
+    """Checker of the order of two ops, which dependencies and messages must guarantee."""
 
     def __init__(self, arrays: ScheduleArrays, other: Ints, moment: Ints) -> None:
         self._arrays = arrays
@@ -84,7 +84,7 @@ class _Waits:
     def require(self, earlier: int, later: int, verb: str) -> None:
         """Raise ScheduleError unless `earlier` always ends before `later` uses the same memory.
 
-        The error message says with `verb`, such as "overwrites", what `later` does with the memory.
+        `verb`, such as "overwrites", says in the message what `later` does with the memory.
         """
         if self._is_ordered(earlier, later):
             return

@@ -39,7 +39,10 @@ APART = frozenset({"alltoall", "exscan"})
 
 
 class OpKind(enum.IntEnum):
-    """Kind of an op. ``received`` is the data of the matching SEND of ``peer``."""
+    """Kind of an op.
+
+    In the descriptions of the kinds, ``received`` is the data of the matching SEND of ``peer``.
+    """
 
     #: Send ``src`` to ``peer``.
     SEND = 0
@@ -262,8 +265,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         InvalidArgument
             If `rank` is not in ``range(nranks)``.
         ScheduleError
-            If `generate` does not return a tuple or list of tuples or lists; neither their number
-            nor their items are checked.
+            If `generate` does not return a tuple or list of tuples or lists. The number of the
+            inner sequences and their items are not checked.
         """
         if not 0 <= rank < self.nranks:
             raise InvalidArgument(

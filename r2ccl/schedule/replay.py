@@ -1,7 +1,7 @@
 """Symbolic replay of a schedule: contributions in every location, and their order of reduction.
 
-The replay runs the ops in one possible order. `r2ccl.schedule.hazards` has verified before that all
-possible orders give the same result.
+The replay runs the ops in one possible order. `r2ccl.schedule.hazards` has already verified that
+all possible orders give the same result.
 
 A location holds an *expression*: a contribution, or the reduction of a left and a right operand,
 which are expressions themselves. Equal expressions have equal numbers. Outputs with equal numbers

@@ -25,7 +25,7 @@ _COLOURS = (
 
 
 def colour(number: int) -> str:
-    """Return colour `number` modulo 8; -1 is gray."""
+    """Return the colour with index `number` modulo 8; index -1 is gray."""
     return _COLOURS[number % len(_COLOURS)]
 
 

@@ -31,18 +31,20 @@ other ranks map; segments for arrays of the user are made on request. Modules:
 
 All collectives consist of *rounds*, which are numbered within their call. In a round, a rank copies
 data into a stage slot of its segment and stores the number of the round in its word ``POSTED``.
-Peers wait for this number, read the slot and, if a rank may wait until they have read it, store the
-number in their words ``DONE``. In the first round of a call, each rank announces a header with the
-call's signature instead. A rank waits for and compares the headers of all ranks from which it
-receives data, so calls that differ are found before any output is written.
+Peers wait for this number and read the slot. If a rank may wait until the slot has been read, each
+peer then stores the number in its word ``DONE``. In the first round of a call, each rank announces
+a header with the call's signature instead of storing ``POSTED``. A rank waits for and compares the
+headers of all ranks from which it receives data, so calls that differ are found before any output
+is written.
 
 A rank that only sends, such as the root of a broadcast, does not wait for the headers of its peers
-in this call: it may be some calls ahead. It compares these headers in a later call, at the latest
-before the peer may overwrite them, or before it overwrites a slot that the peer may still read. In
-all collectives in which every rank receives data, every rank compares the headers of all ranks.
+in this call, so it may run some calls ahead of its peers. It compares these headers in a later
+call: before a peer can overwrite its header, and before the rank overwrites a slot that a peer may
+still read. In all collectives in which every rank receives data, every rank compares the headers of
+all ranks.
 
-If the header of a rank says where its input is, the peers access this array directly, and the rank
-returns when they are done with it.
+If the header of a rank says where its input is, the peers access this array directly, and the call
+of the rank returns when the peers no longer use the array.
 
 Messages are frames in rings. Each ordered pair of ranks has one ring, which the sender writes. The
 receiver takes frames in the order in which they were put. A message that no receive has taken does

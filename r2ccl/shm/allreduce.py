@@ -1,10 +1,14 @@
 """Compiled pipeline of large allreduces: reduce-scatter and allgather of one chunk after another.
 
-Each chunk is divided into one share per rank. In round k, from -1, a rank copies its peers' shares
-of chunk k + 1 from its input to its stage slot, reduces its own share of chunk k from its input and
-the stage slots of its peers to its result slot and its output, and copies its peers' shares of
-chunk k - 1 from their result slots to its output. For each byte of its input, a rank reads less
-than three bytes and writes two, for any number of ranks.
+Each chunk is divided into one share per rank. Rounds are numbered from -1. In round k, a rank
+
+- copies its peers' shares of chunk k + 1 from its input to its stage slot,
+- reduces its own share of chunk k from its input and the stage slots of its peers to its result
+  slot and its output,
+- copies its peers' shares of chunk k - 1 from their result slots to its output.
+
+For each byte of its input, a rank reads less than three bytes and writes two, for any number of
+ranks.
 
 If the inputs and outputs of all ranks are in memory that all ranks map (`r2ccl.shm.symmetric`), a
 rank reduces its share from all inputs to all outputs instead: for each byte of its input, it reads

@@ -23,10 +23,10 @@ DISTANCE, IS_APART = 2 * ARRAY_NWORDS, 2 * ARRAY_NWORDS + 1
 def form_of(source: Array, output: Array) -> npt.NDArray[np.int64]:
     """Return the *form* of two arrays: the properties that `r2ccl.shm.rounds.fits` compares.
 
-    For each array these are the address of the dtype, the `CHECKED_FLAGS`, the size in bytes of one
-    element and of all elements. Two words follow: the distance in bytes from input to output, and 1
-    if the arrays do not overlap, else 0. The caller must keep the dtypes alive while it uses the
-    form.
+    For each array, the form has the address of the dtype, the `CHECKED_FLAGS`, and the size in
+    bytes of one element and of all elements. Two words follow: the distance in bytes from input to
+    output, and 1 if the arrays do not overlap, else 0. The caller must keep the dtypes alive while
+    it uses the form.
     """
     distance = data_of(output) - data_of(source)
     is_apart = distance >= source.nbytes or -distance >= output.nbytes

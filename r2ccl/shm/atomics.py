@@ -4,9 +4,9 @@ The functions are Numba intrinsics, which take addresses as int64. x86-64 and ar
 (`r2ccl.shm.machine`). Both have little-endian words, so the lower 32 bits of a 64-bit word, which a
 futex compares, have the address of the word.
 
-Ordering, as C11 names it: loads acquire and stores release. A store that must be ordered before a
-later load of another word, as in the check for sleeping peers, needs `fence` between them; `add`,
-`load_ordered` and `fence` are sequentially consistent.
+Memory order, in the terms of C11: loads acquire, stores release. A store that must be ordered
+before a later load of another word, as in the check for sleeping peers, needs `fence` between them;
+`add`, `load_ordered` and `fence` are sequentially consistent.
 """
 
 from __future__ import annotations
@@ -287,9 +287,9 @@ def call_kernel(
 def call_loop(
     typing_context: Any, loop: Any, state: Any, source_at: Any, target_at: Any, call: Any
 ) -> Any:
-    """Begin a call of the loop at address `loop`, and return the result of the loop.
+    """Call the loop at address `loop` with `is_resumed` 0; return the result of the loop.
 
-    The loop and the other arguments are those of `r2ccl.shm.layout.Loop`.
+    The loop is a `r2ccl.shm.layout.Loop`, and the other parameters are its arguments.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -302,7 +302,7 @@ def call_loop(
 def call_direct(
     typing_context: Any, direct: Any, state: Any, table: Any, call: Any, source: Any, target: Any
 ) -> Any:
-    """Call a function of `r2ccl.shm.one_message.make_direct`, at address `direct`."""
+    """Call the function at address `direct`, from `r2ccl.shm.one_message`; return its result."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call_at(builder, *args)

@@ -6,16 +6,16 @@ with a kernel of `r2ccl.kernels.fold`. A barrier copies nothing.
 
 In each round, a sender copies the next piece of each part into its stage slot and posts the round.
 A receiver waits until each sender has posted the round, and takes its piece from the sender's slot.
-Senders are one round ahead of the receivers, so copies into and out of slots overlap; a rank that
-only sends is as many rounds and calls ahead as its slots and headers allow. A part that is copied
-to another rank is read and written twice.
+Senders are one round ahead of the receivers, so copies into and out of slots overlap. A rank that
+only sends may be several rounds and calls ahead; its slots and headers set the limit. A part that
+is copied to another rank is read and written twice.
 
 If peers can access the input of a sender directly (`r2ccl.shm.places`), the sender uses no slots. A
 receiver copies its part from this input in round 0, or reduces it from there in each round, and the
 sender waits until the receivers have finished: each part is read and written once. Each sender
-decides this for itself. In a small allreduce, if the outputs can be accessed, too, each rank
-reduces one share of the data for all ranks. An alltoall whose input and output overlap always uses
-slots, because a rank would overwrite what its peers read.
+decides for itself whether it uses slots. In a small allreduce whose outputs peers can also access
+directly, each rank reduces one share of the data for all ranks. An alltoall whose input and output
+overlap always uses slots, because a rank would otherwise overwrite data that its peers still read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compiled steps on the rings of frames: put a frame, take one, move the data of long messages.
+"""Compiled steps on the rings of frames: put a frame, take a frame, move the data of long messages.
 
 In all functions, `table` is a pointer to the table of this rank (`r2ccl.shm.message_layout`), and
-`words` a pointer to the words of one peer in it. Sizes are in bytes.
+`words` a pointer to the words of one peer in this table. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def put(
 ) -> None:  # fmt: skip
     """Put a frame with `nbytes` bytes of data from address `source` into the ring to a peer.
 
-    The ring must have room for it. `kind` is the first word of the header: the kind and the dtype.
-    `ident` is the number of the message, and `size` the size of the whole message in bytes; in a
-    DATA frame, `ident` is 0 and `size` is `nbytes`. `readable_at` is the address of an announced
-    message that the peer may read (`r2ccl.shm.message_transfer`), otherwise 0.
+    The ring must have room for the frame. `kind` is the first word of the header: the kind and the
+    dtype. `ident` is the number of the message, and `size` the size of the whole message in bytes;
+    in a DATA frame, `ident` is 0 and `size` is `nbytes`. `readable_at` is the address of an
+    announced message that the peer may read (`r2ccl.shm.message_transfer`), otherwise 0.
     """
     ring, at = table[RING], words[HEAD] & (table[RING] - 1)
     header = words_at(words[OUT_RING] + at)

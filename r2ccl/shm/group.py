@@ -137,7 +137,7 @@ class CallsDiffer(Exception):
         If the signatures are equal: bytes that the other rank sends to this rank, and bytes that
         this rank expects from it; otherwise 0.
     is_earlier : bool
-        True if this rank has begun further calls after the one that differs.
+        True if this rank has begun further calls after the call that differs.
     """
 
     def __init__(
@@ -162,14 +162,14 @@ class CallsDiffer(Exception):
 class LocalGroup:
     """Group of ranks of one host that share memory; made by `connect`.
 
-    ``prepare(call, parts=None)`` returns a prepared call, see `_prepare`, and caches the latest
-    ones. `run` runs a prepared call on C-contiguous arrays. The caller of `run` must have checked
-    that the arrays have the dtype of the call and that their sizes fit. *Collective*: all ranks
-    must run the same calls in the same order, one at a time.
+    ``prepare(call, parts=None)`` returns a prepared call (see `_prepare`) and caches the latest
+    prepared calls. `run` runs a prepared call on C-contiguous arrays. The caller of `run` must have
+    checked that the arrays have the dtype of the call and that their sizes fit. *Collective*: all
+    ranks must run the same calls in the same order, one at a time.
 
     If a peer does not arrive soon, `run` passes a function to `attend`, which calls this function
     until it returns True. Then the call has finished, or `run` raises `CallsDiffer`. `attend` may
-    raise an error to give the call up. After `run` has raised an error, the contents of outputs are
+    raise an error to abandon the call. After `run` has raised an error, the contents of outputs are
     undefined, and no further call may be made.
     """
 
@@ -258,7 +258,7 @@ class LocalGroup:
         Notes
         -----
         *Collective*: all ranks of `ranks`. *Cost*: 3 MiB of memory per rank, and up to 32 MiB for
-        messages, allocated per peer when messages with it begin; a thread that sleeps; a few
+        messages, allocated per peer when messages with that peer begin; a thread that sleeps; a few
         descriptors until the method returns. The first group on a host takes some seconds to
         compile code.
         """
@@ -315,7 +315,7 @@ class LocalGroup:
 
     @property
     def awaited(self) -> int:
-        """Index of the rank that the current call waits for, or whose call differs from it."""
+        """Index of the rank that this rank waits for, or whose call differs from this rank's."""
         return int(self._memory[AWAITED])
 
     def absent(self) -> list[int]:
@@ -421,7 +421,7 @@ class LocalGroup:
             If another rank makes a different call, or sends a part of another size than this rank
             expects.
         TransportError
-            If the memory of another rank's process cannot be read any more.
+            If the memory of another rank's process can no longer be read.
         Exception
             Any error that `attend` raises.
         """
@@ -498,7 +498,7 @@ class LocalGroup:
         )
 
     def has_kernel(self, code: int, op: int) -> bool:
-        """Return whether reductions with `op` of the dtype number `code` can use shared memory.
+        """Return whether reductions with `op` on dtype number `code` can use shared memory.
 
         Raises
         ------
@@ -512,7 +512,7 @@ class LocalGroup:
     # The end of the group
 
     def wake(self) -> None:
-        """Make calls that wait in compiled code, on all ranks, return to `attend`.
+        """Make every call that waits in compiled code, on any rank, return to `attend`.
 
         Any thread may call this method. Does nothing after `close`.
         """
@@ -534,12 +534,12 @@ class LocalGroup:
         self._own.close()
 
     def leave(self, output: Array | None) -> None:
-        """Take this rank's arrays back from the peers, because its call raises an error.
+        """Withdraw this rank's arrays from the peers, because this rank's call raises an error.
 
-        A peer that reads one of these arrays directly, and has not made sure yet that the array has
-        stayed unchanged (`have_stayed`), does not finish its call. If the call is an allreduce,
-        `output` is its output: after this method, writes of peers do not reach it, unless a warning
-        was logged. For other calls, `output` is None.
+        A peer that reads one of these arrays directly, and has not yet checked that the array has
+        stayed unchanged (`have_stayed`), does not finish its call. `output` is the output of an
+        allreduce, or None for other calls. After this method, writes of peers do not reach
+        `output`, unless a warning was logged.
         """
         self._own.words[layout.LEFT // 8] = 1
         self.wake()
@@ -555,7 +555,7 @@ class LocalGroup:
             )  # fmt: skip
 
     def find_difference(self) -> CallsDiffer | None:
-        """Compare the headers that peers have announced and this rank has not compared yet.
+        """Compare the headers that peers have announced and that this rank has not compared yet.
 
         Return the first difference, or None if there is none.
         """
@@ -630,7 +630,10 @@ def _cache_nbytes() -> int:
 
 
 def _most(nbytes: int, npieces: int) -> int:
-    """Return the maximum piece size in bytes to cut `nbytes` bytes into about `npieces` pieces."""
+    """Return the maximum size in bytes of the pieces of a call.
+
+    `nbytes` bytes are cut into about `npieces` pieces, as far as the limits of the size allow it.
+    """
     return min(SLOT_NBYTES, max(_CHUNK_NBYTES, (nbytes // npieces + 63) & -64))
 
 
@@ -645,7 +648,7 @@ def _least_reached(collective: int, nranks: int) -> int:
 
 
 def announce_compilation() -> None:
-    """Report that the code that every group needs will be compiled, if this host has none yet."""
+    """Log that the code that every group needs will be compiled, unless the code is cached."""
     if not UNSUPPORTED and must_compile(_EXCHANGE):
         progress(
             _log, "compiling code for shared memory; once for this user on this host, about 10 s"
@@ -653,9 +656,9 @@ def announce_compilation() -> None:
 
 
 def preload() -> None:
-    """Load the compiled code that every group needs; compile it if this host has none yet.
+    """Load the compiled code that every group needs; compile it if it is not cached.
 
-    Do nothing if this machine cannot run it (`UNSUPPORTED`).
+    Do nothing if this machine cannot run the code (`UNSUPPORTED`).
 
     Raises
     ------
@@ -731,7 +734,7 @@ class _Offer(NamedTuple):
 
 
 def _check(offers: Sequence[_Offer], ranks: Sequence[int], index: int) -> None:
-    """Raise TransportError if an offer has a problem, or another ``host`` than this rank's offer.
+    """Raise TransportError if an offer has a problem, or its ``host`` differs from this rank's.
 
     `offers` has the offer of each rank in `ranks`; `index` is the index of this rank.
     """

@@ -33,9 +33,9 @@ MOST_PAGE_NBYTES = 1 << 16
 #: The lower 32 bits of successive values of a word must differ, because a futex compares only these
 #: bits; the round number in a header advances by `NHEADERS` calls at a time.
 ROUND_BITS = 26
-#: `CALL_STEP` is the distance between the first rounds of two successive calls; no call has as many
-#: rounds: they would move 64 GiB to each of 256 ranks. `LAST_ROUND` is the index of the round that
-#: a rank announces when it has finished a call.
+#: `CALL_STEP` is the distance between the first rounds of two successive calls. Each call has fewer
+#: rounds: `CALL_STEP` rounds would move 64 GiB to each of 256 ranks. `LAST_ROUND` is the index of
+#: the round that a rank announces when it has finished a call.
 CALL_STEP = 1 << ROUND_BITS
 LAST_ROUND = CALL_STEP - 1
 
@@ -110,7 +110,7 @@ assert NHEADERS << ROUND_BITS < 1 << 32
 RANK, NRANKS = 0, 1
 #: Number of calls begun; number of stage slots that the calls before the current one have used.
 NCALLS, NUSED = 2, 3
-#: Last round whose stage slot, as far as this rank knows, no peer will read any more.
+#: Last round whose stage slot, as far as this rank knows, no peer will read again.
 SAFE = 4
 #: Position in the call: index of the current round, from -1, and next step in it; see
 #: `r2ccl.shm.exchange`.
@@ -164,7 +164,8 @@ def state_size(nranks: int) -> int:
 def set_sleep(state: npt.NDArray[np.int64], duration_ns: int) -> None:
     """Set the longest sleep of the waits that use `state`, in nanoseconds.
 
-    The kernel refuses a ``struct timespec`` with a second or more in its nanoseconds.
+    The state has a word for seconds and a word for nanoseconds, because the kernel refuses a
+    ``struct timespec`` whose nanoseconds are a second or more.
     """
     state[[SLEEP_S, SLEEP_NS]] = divmod(duration_ns, 1_000_000_000)
 

@@ -25,8 +25,8 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 class Mapping:
     """Memory of a file descriptor, mapped until `close` or until the object is deleted.
 
-    Arrays that `numpy.asarray` makes of the object keep the object alive, but `close` unmaps their
-    memory, too.
+    Arrays that `numpy.asarray` makes of the object keep the object alive, but `close` unmaps the
+    memory of these arrays, too.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class Mapping:
         return {"data": place, "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
 
     def close(self) -> None:
-        """Unmap the memory, which no thread may use any more; idempotent."""
+        """Unmap the memory, which no thread may use afterwards; idempotent."""
         self._end()
 
     def populate(self, start: int, nbytes: int) -> None:

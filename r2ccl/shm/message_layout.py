@@ -1,10 +1,16 @@
 """Layout of the memory for messages, and of the table that a rank keeps for compiled code.
 
-The memory for messages of a rank follows the memory for collectives in its segment. It has a
-*bell*, a word that peers increment to wake the owner; a word that the owner sets when it drops its
-messages; then for each peer the owner's positions in the two rings between the owner and that peer,
-and counts; then for each peer the ring of frames to that peer. Only the owner writes this memory,
-apart from the bell. The pages of a ring are allocated when it is first used.
+The memory for messages of a rank follows the memory for collectives in its segment. It has, in this
+order:
+
+- the *bell*, a word that peers increment to wake the owner;
+- a word that the owner sets when it drops its messages;
+- for each peer, the owner's positions in the two rings between the owner and that peer, and counts
+  for the messages from that peer;
+- for each peer, the ring of frames to that peer.
+
+Only the owner writes this memory, apart from the bell. The pages of a ring are allocated when the
+ring is first used.
 
 A frame consists of a header of eight words, and data. Frames begin at multiples of 64 bytes; the
 positions in a ring count bytes and never restart. The table is private to a process: `FIRST_PEER`
@@ -22,8 +28,8 @@ from r2ccl.types import EnvelopeKind
 #: Word that a peer increments to wake the owner.
 BELL = 0
 #: Not 0 after the owner has dropped its messages: it may change the arrays that it was sending.
-#: FAILED: the communicator has ended with an error, of which the peers are told. CLOSED: the owner
-#: has closed the communicator; it takes no frame any more, and puts none.
+#: FAILED: the communicator has ended with an error, which the peers are told. CLOSED: the owner has
+#: closed the communicator; it takes and puts no further frames.
 DROPPED = LINE_NBYTES
 FAILED, CLOSED = 1, 2
 #: Positions for each peer: `PEER_NBYTES` each.

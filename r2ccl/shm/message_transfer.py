@@ -1,14 +1,14 @@
 """Compiled steps that choose the transfer of an announced message, and that read a message.
 
 There are two transfers. In frames, the sender copies the data into a ring, and the receiver copies
-it out at the same time. This is faster for two ranks whose cores share a cache, if both have a
-core. Otherwise it is often faster if the receiver alone copies the data, from the sender's process
-(`r2ccl.shm.reading`).
+it out at the same time. This is faster for two ranks whose cores share a cache, if each rank has a
+core of its own. Otherwise it is often faster if the receiver alone copies the data, from the
+sender's process (`r2ccl.shm.reading`).
 
 A REQUEST contains the address of the data if the message is large enough and the peer may read it.
 The receiver chooses: it remembers, for each peer and class of sizes, how long each transfer usually
-takes, as `r2ccl.shm.transfer` does for collectives. If it cannot read the data, it *grants* the
-message: it answers with a GRANT, and the sender sends the data in frames.
+takes, as `r2ccl.shm.transfer` does for collectives. If the receiver cannot read the data, it
+*grants* the message: it answers with a GRANT, and the sender sends the data in frames.
 
 In all functions, `state` is a pointer to the state (`r2ccl.shm.layout`), `address` the address of
 the state, and `words` a pointer to the words of the peer in the table (`r2ccl.shm.message_layout`).
@@ -67,7 +67,7 @@ def readable_address(state: Any, peer: Any, source: Any, nbytes: Any) -> Any:
 
     Return 0 if the message has less than `_LEAST_NBYTES`, or the peer has not published that it can
     read the memory of all other ranks. The memory of a device, mapped into the process, cannot be
-    read; the peer notices that when it tries, and grants the message.
+    read: an attempt of the peer fails, and the peer then grants the message.
     """
     if nbytes < _LEAST_NBYTES or load_acquire(state[BASES + peer] + CAN_READ) == 0:
         return 0
@@ -86,7 +86,7 @@ def _class_of(nbytes: Any) -> Any:
 
 @inlined
 def _row_bits(number: Any) -> Any:
-    """Return log2 of the number of messages in a row that use one transfer, in class `number`."""
+    """Return log2 of the number of successive messages of class `number` that use one transfer."""
     return max(_LEAST_ROW_BITS, MOST_ROW_BITS - number)
 
 
@@ -115,7 +115,8 @@ def begin_in(
     With `readable_at` 0, `pull` copies the message from frames; a message of at least
     ``state[STREAM_NBYTES]`` bytes is written without storing it in the caches. Otherwise,
     `read_piece` reads it from address `readable_at` of the peer's process. With `is_timed`,
-    `end_in` remembers the duration, if the transfer was chosen in the second half of a row.
+    `end_in` remembers the duration, but only in the second half of each row of successive messages
+    that use one transfer.
     """
     words[IN_AT] = target
     words[IN_ADDRESS] = readable_at
@@ -131,7 +132,7 @@ def begin_in(
 
 @inlined
 def end_in(address: Any, words: Any) -> None:
-    """Remember the time per MiB of a message that has arrived, if it is timed."""
+    """Remember the time per MiB of a message that has arrived, if the message is timed."""
     if words[IN_BEGUN_NS] != 0:
         duration_ns = clock_ns(address + 8 * TIME) - words[IN_BEGUN_NS]
         words[IN_BEGUN_NS] = 0

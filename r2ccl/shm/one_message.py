@@ -1,7 +1,7 @@
 """Compiled send, receive, or both at once, with one peer each: a *direct call*.
 
 A direct call may run only if this rank has no other message of the communicator in progress. A loop
-makes the steps of the send and of the receive, which `r2ccl.runtime.messages.protocol` describes.
+performs the steps of the send and of the receive (see `r2ccl.runtime.messages.protocol`).
 The loop returns OPEN if a peer is late, if a peer sends a frame that the call does not expect, or
 after `MOST_ROUNDS` rounds that moved data. Python then continues the call from the steps that are
 stored in the call's words. The functions for single steps return an event: MOVED, IDLE if nothing
@@ -130,7 +130,7 @@ def _put_message(state: Any, table: Any, words: Any, call: Any, source: Any) -> 
 
 @inlined
 def _advance_send(state: Any, table: Any, words: Any, call: Any, source: Any) -> Any:
-    """Make the next step of the send; return an event."""
+    """Perform the next step of the send; return an event."""
     step = call[SEND_STEP]
     if step == TO_PUT:
         return _put_message(state, table, words, call, source)
@@ -209,7 +209,7 @@ def _read(state: Any, address: Any, words: Any, call: Any) -> Any:
 def _advance_receive(
     state: Any, address: Any, table: Any, words: Any, call: Any, target: Any
 ) -> Any:
-    """Make the next step of the receive; return an event."""
+    """Perform the next step of the receive; return an event."""
     step = call[RECV_STEP]
     if step in (TO_PUT, TO_TELL):
         if not has_room(table, words, 0):
@@ -246,7 +246,7 @@ def _advance_receive(
 def _advance(
     state: Any, address: Any, table: Any, table_at: Any, call: Any, source: Any, target: Any
 ) -> Any:
-    """Make the next step of the send and of the receive; return OPEN, MOVED or IDLE."""
+    """Perform the next step of the send and of the receive; return OPEN, MOVED or IDLE."""
     event = IDLE
     if call[SEND_STEP] != DONE:
         words = peer_words(table_at, call[CALL_TO])

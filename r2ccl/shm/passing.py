@@ -2,7 +2,7 @@
 
 Each rank listens at a random name in the abstract namespace, which leaves no file behind, and each
 pair of ranks connects once: the higher rank connects to the lower one. Ranks in different network
-namespaces do not reach each other. If two ranks are in different PID namespaces, or belong to
+namespaces cannot reach each other. If two ranks are in different PID namespaces, or belong to
 different users, at least one of them refuses the other. The attempt to connect therefore shows
 whether two ranks are in the same container. Both ends prove that they know the secret of the job
 (`r2ccl.bootstrap.auth`) before they pass the descriptors of their segments.
@@ -51,7 +51,7 @@ _LOOK_S = 0.02
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Place of this rank among the ranks of its host.
+    """Position of this rank among the ranks of its host.
 
     ``ranks`` has the numbers of these ranks in the job; error messages name these numbers.
     ``index`` is the index of this rank in ``ranks``. ``communicator`` is the
@@ -84,7 +84,7 @@ class Deadline(NamedTuple):
         Raises
         ------
         OSError
-            If the time is over (TimeoutError), or the communicator has ended.
+            If the time limit has passed (TimeoutError), or the communicator has ended.
         """
         poll = select.poll()
         poll.register(sock, select.POLLIN)
@@ -103,7 +103,7 @@ class SegmentListener:
     """Unix socket at which the higher ranks of the host connect to this rank.
 
     Two descriptors are reserved for `pass_segments`: one for a connection, one for the segment of a
-    peer. A lack of descriptors is thus found before other ranks wait for this one.
+    peer. A lack of descriptors is thus found before other ranks wait for this rank.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ class SegmentListener:
     problem : str
         Reason why the socket cannot be used; empty if it can.
     status : str
-        Name of the error number of this reason, for example EMFILE; empty without a reason.
+        Name of the error number behind `problem`, for example EMFILE; empty if there is none.
     """
 
     def __init__(self, nranks: int) -> None:
@@ -135,7 +135,7 @@ class SegmentListener:
             self.problem, self.status = describe_os_error(exc), errno_name(exc)
 
     def free_reserved(self) -> None:
-        """Close the reserved descriptors, so that as many others can be opened. Idempotent."""
+        """Close the reserved descriptors, so that other descriptors can be opened. Idempotent."""
         while self._reserved:
             os.close(self._reserved.pop())
 
@@ -177,7 +177,7 @@ def pass_segments(
         This rank's segment, of the same size on all ranks; its descriptor stays open.
     place : Place
     listener : SegmentListener
-        This rank's; the caller closes it.
+        Listener of this rank; the caller closes it.
     names : sequence of bytes
         Name of each rank's listener, by index in ``place.ranks``.
     exchange : callable
@@ -188,7 +188,7 @@ def pass_segments(
         Seconds to wait for each lower rank and, counted from the call of this function, for all
         higher ranks together.
     has_ended : callable
-        ``has_ended()`` returns True if the communicator has ended; then this rank waits no longer.
+        ``has_ended()`` returns True if the communicator has ended; this rank then stops waiting.
 
     Returns
     -------
@@ -210,7 +210,7 @@ def pass_segments(
     failed: list[TransportError] = []
 
     def take(index: int, descriptor: int) -> None:
-        """Map a segment; keep an error until no other rank waits for this one."""
+        """Map a peer's segment; store an error, to be raised when no rank waits for this rank."""
         try:
             found[index] = own.of_peer(descriptor)
             found[index].close_descriptor()
@@ -307,9 +307,10 @@ def _swap(connection: socket.socket, own: Segment, deadline: Deadline) -> int:
 
 
 def _check_process(connection: socket.socket) -> None:
-    """Raise HandshakeRejected if another user runs the peer, or if its process is not visible here.
+    """Raise HandshakeRejected if another user runs the peer, or its process is not visible here.
 
-    A process of another PID namespace is visible only if its namespace is below this one.
+    A process of another PID namespace is visible only if its namespace is a descendant of the
+    namespace of this process.
     """
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(packed)

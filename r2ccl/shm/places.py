@@ -1,9 +1,9 @@
 """Compiled steps by which a rank lets its peers access an array directly.
 
 The *place* of an array is a word that all ranks understand. If all ranks map the memory of the
-array (`r2ccl.shm.symmetric`), it has the number of the segment and the offset in it. Otherwise it
-is `UNMAPPED` and the address in the owner's process, whose memory peers may read
-(`r2ccl.shm.reading`).
+array (`r2ccl.shm.symmetric`), the place has the number of the segment and the offset in the
+segment. Otherwise it has the bit `UNMAPPED` and the address in the owner's process, whose memory
+peers may read (`r2ccl.shm.reading`).
 
 Each rank publishes in its header the place of its input, or no place. Peers access an input with a
 place directly; the data of all other ranks passes through slots. In an allreduce, peers access the
@@ -47,7 +47,7 @@ _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 
 @inlined
 def place_of(state: Any, start: Any, nbytes: Any) -> Any:
-    """Return the place of the `nbytes` bytes at address `start`; 0 if peers do not map them all."""
+    """Return the place of the `nbytes` bytes at address `start`; 0 unless peers map all of them."""
     rows = words_at(state[OWN_SYMMETRIC])
     low, high = 0, state[NSYMMETRIC]
     while low < high:
@@ -66,7 +66,7 @@ def place_of(state: Any, start: Any, nbytes: Any) -> Any:
 
 @inlined
 def publish_places(state: Any, source: Any, target: Any) -> None:
-    """Write the places of the input and of the output into this rank's header; 0 means none."""
+    """Write the places of the input and of the output into this rank's header; 0: no place."""
     header = header_of(state, state[RANK], first_round(state))
     store_release(header + INPUT, source)
     store_release(header + OUTPUT, target)
@@ -80,7 +80,7 @@ def has_input(state: Any, peer: Any) -> Any:
 
 @inlined
 def has_any_input(state: Any, peers: Any) -> Any:
-    """Return whether `has_input` of another rank in the range `peers` is True."""
+    """Return whether the header of any other rank in the range `peers` has an input's place."""
     ninputs = 0
     for peer in peers:
         ninputs += peer != state[RANK] and has_input(state, peer)

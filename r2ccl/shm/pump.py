@@ -1,4 +1,4 @@
-"""Compiled loop that moves the data of messages to and from all peers, and waits for more."""
+"""Compiled loop that moves the data of messages to and from all peers, and waits for events."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def rest(state: Any, nidle: Any, limit: Any) -> Any:
 
 @inlined
 def _is_abandoned(words: Any, is_reading: Any) -> Any:
-    """Return whether a message that is being received from a peer never arrives completely."""
+    """Return whether a message that is being received from a peer will never be complete."""
     # The peer has put all its frames before it closed, so the frames are looked for second.
     return has_closed(words) and (is_reading or not has_frame(words))
 

@@ -1,12 +1,13 @@
 """Reading of the memory of other ranks' processes: process_vm_readv(2).
 
-Linux allows this between processes of one user, unless a security module, a filter of system calls,
-or the process that is read forbids it; Yama, for example, with ``ptrace_scope`` 1 or more. Each
-rank therefore tries to read a word of each peer when the group is made, and publishes in its
-segment whether it can. If a rank cannot, all data passes through memory that the ranks share.
+Linux allows this between processes of one user, unless the process that is read, a filter of system
+calls or a security module forbids it. For example, Yama with ``ptrace_scope`` 1 or more forbids it.
+Each rank therefore tries to read a word of each peer when the group is made, and publishes the
+result in its segment. If any rank fails, the data of all collectives, and of all messages to that
+rank, passes through memory that the ranks share.
 
-Data that is read is copied once instead of twice, and needs no slots, but the kernel looks up each
-page of the array.
+Data that a peer reads directly is copied once instead of twice, and needs no slots, but the kernel
+looks up each page of the array.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _MOST_NBYTES = 1 << 26
 def offer_word(own: Segment) -> npt.NDArray[np.int64]:
     """Publish the address and the value of a word that peers try to read; return the word.
 
-    Call this function before peers map the segment `own`, and keep the word.
+    Call this function before peers map the segment `own`. The caller must keep the returned word
+    alive while peers may read it.
     """
     word = np.frombuffer(secrets.token_bytes(8), np.int64)
     own.words[PID // 8], own.words[PROBE // 8] = os.getpid(), data_of(word)
@@ -43,9 +45,9 @@ def offer_word(own: Segment) -> npt.NDArray[np.int64]:
 def make_try_to_read() -> Callable[[int], int]:
     """Return the function ``try_to_read``, which `r2ccl.kernels.native` compiles.
 
-    ``try_to_read(state)`` tries to read the words of all peers. It stores in this rank's segment,
-    and returns, 1 if it could read all of them, else 0. `state` is the address of this rank's state
-    (`r2ccl.shm.layout`).
+    ``try_to_read(state)`` tries to read the words of all peers. It returns 1 if it could read all
+    of them, else 0, and stores this result in this rank's segment. `state` is the address of this
+    rank's state (`r2ccl.shm.layout`).
     """
 
     def try_to_read(address: Any) -> Any:
@@ -89,7 +91,7 @@ def is_readable(state: Any, address: Any, start: Any, nbytes: Any) -> Any:
     """Return whether peers that can read this process can read the `nbytes` bytes at `start`.
 
     Only the first and the last byte are tried; `nbytes` must be above 0. The memory of a device,
-    mapped into the process, cannot be read. `address` is that of the state.
+    mapped into the process, cannot be read. `address` is the address of the state.
     """
     at = address + 8 * TIME
     if not read_array(state, state[RANK], at, start, 1):
@@ -101,8 +103,8 @@ def is_readable(state: Any, address: Any, start: Any, nbytes: Any) -> Any:
 def read_array(state: Any, peer: Any, target: Any, source: Any, nbytes: Any) -> Any:
     """Copy `nbytes` bytes at address `source` of the process of rank `peer` to address `target`.
 
-    Return False if the process cannot be read or has no such memory; a part of the bytes may then
-    be copied.
+    Return False if the process cannot be read or has no such memory; part of the bytes may then
+    have been copied.
     """
     process = load_acquire(state[BASES + peer] + PID)
     done = 0

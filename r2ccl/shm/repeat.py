@@ -3,7 +3,7 @@
 The call is a collective, in shared memory or over TCP, or an exchange of messages over TCP. The
 function that `repeat_of` makes compares its arguments with those of one earlier call, runs the
 compiled loop of the call and returns the result. The function that `start_of` makes finds the
-earlier call among those in shared memory that are remembered, and takes the turn to run it. In
+earlier call among the remembered calls in shared memory, and takes the turn to run it again. In
 Python, these steps would take longer than a small call itself.
 """
 
@@ -71,7 +71,7 @@ class Role(enum.IntEnum):
 
 
 class CompiledTurn(Protocol):
-    """Turn, the right to run calls, as compiled code takes it; see `r2ccl.runtime.turn.Turn`."""
+    """Part of `r2ccl.runtime.turn.Turn`, the right to run calls, that compiled code uses."""
 
     #: True while compiled code has the turn.
     is_repeating: bool
@@ -176,14 +176,15 @@ def start_of(
     failed : callable
         ``failed(make, x, out, error)`` is called before a repeated call raises `error`.
     last : dict of callable to Repeat
-        By ``make``: the function of `repeat_of` that is tried instead of `start`.
+        Function from `repeat_of` for the last call of each ``make``; it runs instead of `start` if
+        the arguments fit.
     turn : CompiledTurn
         If `is_repeating` is True, `start` is called.
     groups : list
         If it has items, `start` is called.
     conditions : sequence of (object, str, object)
-        Each an object, the name of one of its attributes, and a value: if the attribute is any
-        other object than the value, `start` is called.
+        Each item is an object, the name of one of its attributes, and a value. If the attribute is
+        not this value (compared by identity), `start` is called.
 
     Raises
     ------
@@ -207,7 +208,7 @@ def turn_words(
 
     The owner is a tuple: the array of words, then objects that it keeps alive. For `failed`,
     `turn`, `groups` and `conditions`, see `start_of`; the error is the last argument of `failed`.
-    `special` has further objects, by the index of the word for their address.
+    `special` maps the indices of further words to the objects whose addresses they contain.
     """
     objects = {
         SLOW: slow,
@@ -231,7 +232,7 @@ def turn_words(
 
 
 def preload_repeat() -> None:
-    """Load the compiled functions; compile them if this host has none yet.
+    """Load the compiled functions; compile them if they are not cached.
 
     Raises
     ------

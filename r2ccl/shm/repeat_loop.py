@@ -160,8 +160,8 @@ def has_turn(words: Any) -> Any:
 def return_turn(words: Any, args: Any) -> Any:
     """Return the turn, and wake threads that wait for it.
 
-    Return False if the call of `wake` raised an exception, such as Ctrl-C. That call has no
-    arguments; `args` is the address of any table.
+    Return False if ``turn.wake``, which this function calls without arguments, raised an exception,
+    such as KeyboardInterrupt. `args` may be the address of any table of arguments.
     """
     set_attribute(words[TURN], words[REPEATING], words[FALSE])
     is_done = True

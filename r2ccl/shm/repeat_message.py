@@ -63,13 +63,12 @@ def message_of(
     slow : callable
         Sends or receives; has the arguments `names`, which are positional.
     proceed : callable
-        ``proceed(call, x, out)`` continues a direct call that has not finished, or that received
-        another message than before (CALL_RESULT of its words), returns the turn, and returns the
-        message or None.
+        ``proceed(call, x, out)`` continues a direct call that has not finished, or that received a
+        message of another tag or size than in the last call; CALL_RESULT in the call's words
+        tells which. It returns the turn, and its result is the message or None.
     failed : callable
-        ``failed(error)`` is called if the direct call finished and then a signal handler or
-        ``turn.wake`` raised an error, or if `proceed` raised one and this thread still has the
-        turn.
+        ``failed(error)`` is called if a signal handler or ``turn.wake`` raised an error after the
+        direct call finished, or if `proceed` raised an error and this thread still has the turn.
     turn, groups, conditions
         As for `r2ccl.shm.repeat.start_of`.
     calls : list of tuple
@@ -77,8 +76,8 @@ def message_of(
     state, table : int
         Addresses of the state and of the table, for the direct calls.
     names : sequence of str
-        For each argument: "x" or "out" for an array, "is_..." for a flag (at the end; if one is not
-        False, `slow` is called), any other name for an integer of the key.
+        Name of each argument: "x" or "out" for an array, "is_..." for a flag, any other name for
+        an integer of the key. Flags come last; if a flag is not False, `slow` is called.
 
     Raises
     ------
@@ -106,7 +105,7 @@ def message_of(
 
 
 def preload_message() -> None:
-    """Load the compiled function; compile it if this host has none yet.
+    """Load the compiled function; compile it if it is not cached.
 
     Raises
     ------

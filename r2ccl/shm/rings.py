@@ -59,7 +59,7 @@ class RingFrame(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """Array that a direct call sends, or into which it receives; its peer, dtype code and tag.
+    """Array that a direct call sends or receives into, with its peer, dtype code and tag.
 
     In a receive, the tag -1 stands for any tag.
     """
@@ -258,7 +258,7 @@ class Rings:
     def nreading(self) -> int:
         """Number of messages of this rank that peers read, or will read, for a receive.
 
-        A message counts until the answer of the peer is in its ring.
+        A message counts until the peer has put its answer into the ring.
         """
         return self._count_reads(self.table)
 
@@ -289,8 +289,8 @@ class Rings:
         """Stop moving the data of all long messages, whose memory is then no longer borrowed.
 
         After this method, `pump` returns no ROOM for frames that were refused before. A peer that
-        is still receiving a message of this rank never completes its receive; if `is_closing`, its
-        `pump` returns ABANDONED for it. Otherwise the communicator has failed.
+        is still receiving a message of this rank never completes its receive. If `is_closing`, the
+        `pump` of that peer returns ABANDONED for this rank; otherwise the communicator has failed.
         """
         for words in self._words.values():
             words[layout.OUT_LEFT] = words[layout.IN_LEFT] = words[layout.WANTED] = 0
@@ -307,8 +307,8 @@ class Rings:
         """Move data until an event occurs; return the event, see `r2ccl.shm.message_layout`.
 
         The property `peer` is the peer of the event, unless the event is MOVED or IDLE. Return
-        MOVED if data has moved and there is no event of a peer. If there is none and no data can
-        move, return IDLE; with `is_waiting`, first wait up to some milliseconds for an event,
+        MOVED if data has moved and there is no event of a peer. If there is no event and no data
+        can move, return IDLE; with `is_waiting`, first wait up to some milliseconds for an event,
         without the GIL.
         """
         event = self._pump(self.state, self.table, is_waiting)
@@ -395,7 +395,7 @@ class DirectCall:
 
 
 def preload_rings() -> None:
-    """Load the compiled code of all rings; compile it if this host has none yet.
+    """Load the compiled code of all rings; compile it if it is not cached.
 
     Raises
     ------

@@ -1,9 +1,9 @@
 """Robust mutexes in shared memory, by which the ranks of a host notice that a process has ended.
 
-Each rank locks a mutex in its segment for as long as it uses the segment. When a process ends, by
-whatever cause, the kernel marks the robust mutexes of its threads (pthread_mutexattr_setrobust(3))
-before it frees the memory of the process and closes its connections. With 145 MiB of memory, on two
-busy cores, the mark usually came 8 to 35 ms before the peers could see the end of a connection.
+Each rank locks a mutex in its segment for as long as it uses the segment. When a process ends, for
+any reason, the kernel marks the robust mutexes of its threads (pthread_mutexattr_setrobust(3))
+before it frees the memory of the process and closes its connections. For a process with 145 MiB, on
+two busy cores, the mark usually came 8 to 35 ms before the peers could see the end of a connection.
 
 A mutex belongs to a thread, so a thread that does nothing else locks it. The end of another thread
 or of a forked child does not mark it. A call of execve(2) marks it: the process then no longer has
@@ -45,13 +45,13 @@ _BRIEF_NS = 200_000
 
 
 class HeldMutex:
-    """Robust mutex that a thread of its own holds until `release`.
+    """Robust mutex that a dedicated thread holds until `release`.
 
     Parameters
     ----------
     memory : Mapping
         Shared memory with the mutex. The thread keeps a reference to this object until the mutex is
-        unlocked; the caller must not close the object before.
+        unlocked; the caller must not close the object earlier.
     offset : int
         First byte of the mutex in `memory`.
 
@@ -162,7 +162,7 @@ def is_abandoned(address: int) -> bool:
 
 
 def _left(address: int) -> ctypes.c_int32:
-    """Return the flag behind the mutex at `address`: 1 once its owner is about to unlock it."""
+    """Return the flag after the mutex at `address`; the owner sets it to 1 before it unlocks."""
     return ctypes.c_int32.from_address(address + _LEFT)
 
 

@@ -44,7 +44,7 @@ def room_nbytes(root: Path = Path("/")) -> int:
 def _left_in_cgroups(
     root: Path, path: PurePosixPath, mount: str, limit: str, use: str, cached: str
 ) -> Iterator[int]:
-    """Yield the bytes left in the cgroup at `path`, and in those that contain it, if limited."""
+    """Yield the bytes left in each limited cgroup among the cgroup at `path` and its ancestors."""
     for each in (path, *path.parents):
         place = root / "sys/fs/cgroup" / mount / str(each).lstrip("/")
         with suppress(OSError, ValueError):  # no such file at the root, or no limit: "max"

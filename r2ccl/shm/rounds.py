@@ -98,13 +98,13 @@ def finish(state: Any) -> Any:
 
 @inlined
 def announce_earlier_calls(state: Any) -> None:
-    """Announce that this rank has finished the calls before the one that has begun.
+    """Announce that this rank has finished all calls before the current call.
 
-    In a call with one round, do nothing if fewer than `BATCH` calls are unannounced. Call this
-    function at the beginning of each call in which a rank may not wait for all others: such a
-    rank may wait until the others have read the slots of earlier calls, and not every call
-    announces that. With several rounds, this may be the last chance: two ranks that both only send
-    would wait for each other.
+    Call this function at the beginning of each call in which a rank may not wait for all others.
+    Such a rank may wait until the others have read its slots of earlier calls, and not every call
+    announces this. In a call with one round, do nothing if fewer than `BATCH` calls are
+    unannounced. In a call with several rounds, always announce: two ranks that both only send
+    would otherwise wait for each other.
     """
     done, last = state[BASES + state[RANK]] + DONE, first_round(state) - 1
     if last - load_acquire(done) >= (BATCH if state[TOTAL] == 1 else 1) * CALL_STEP:
@@ -124,8 +124,9 @@ def write_header(state: Any, address: Any, signature: Any) -> Any:
 
     First make sure that the headers of all ranks up to the call `NAHEAD` calls earlier have been
     compared: in every call with a number that is a multiple of `BATCH`, wait for the headers that
-    this call and the next ``BATCH - 1`` calls need, and compare them. Return FINISHED, or, without
-    having written, another result of `meet`. The header is not announced yet, see `publish_header`.
+    this call and the next ``BATCH - 1`` calls need, and compare them. If a result of `meet` is not
+    FINISHED, return it and write nothing; otherwise return FINISHED. `publish_header` announces the
+    header later.
     """
     rank, first = state[RANK], first_round(state)
     if state[NCALLS] % BATCH == 0:  # compares enough for the next calls, too
@@ -186,8 +187,8 @@ def meet_all(state: Any, address: Any, peers: Any, number: Any) -> Any:
 def compare_headers(state: Any, address: Any, peers: Any) -> Any:
     """Wait until all ranks in the range `peers` have begun the call; return a result of `meet`.
 
-    Compare their headers. If `peers` has all ranks and the result is FINISHED, note that the stage
-    slots of earlier calls are not read any more (`note_safe`).
+    Compare their headers. If `peers` has all ranks and the result is FINISHED, note that no peer
+    will read the stage slots of earlier calls again (`note_safe`).
     """
     first = first_round(state)
     result = meet_all(state, address, peers, first)
@@ -198,7 +199,7 @@ def compare_headers(state: Any, address: Any, peers: Any) -> Any:
 
 @inlined
 def note_safe(state: Any, number: Any) -> None:
-    """Note that no peer reads the stage slots of rounds up to `number` any more."""
+    """Note that no peer will read the stage slots of rounds up to `number` again."""
     if number - state[SAFE] > 0:
         state[SAFE] = number
 
@@ -207,8 +208,8 @@ def note_safe(state: Any, number: Any) -> None:
 def wait_until_done(state: Any, address: Any, peers: Any, number: Any) -> Any:
     """Wait until all ranks in the range `peers` have announced the round `number` as done.
 
-    Return FINISHED, or a result of `meet`. DONE of a rank that made another call says nothing, so
-    the headers are compared first.
+    Return FINISHED, or a result of `meet`. The headers are compared first, because the word DONE is
+    meaningless if the rank made another call.
     """
     for peer in peers:
         if peer != state[RANK]:

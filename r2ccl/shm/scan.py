@@ -2,9 +2,9 @@
 
 In each round, a rank takes the next piece of the reduction of all ranks below it from the stage
 slot of the rank below, combines it with its own input, and puts the result into its own stage slot.
-A rank puts a piece into its slot, for the rank above, one pass before it writes this piece to its
-own output. For each byte of its input, it reads at most three bytes and writes at most two, for any
-number of ranks.
+A rank puts a piece into its slot, for the rank above, one pass of its loop before it writes this
+piece to its own output. For each byte of its input, a rank reads at most three bytes and writes at
+most two, for any number of ranks.
 """
 
 from __future__ import annotations

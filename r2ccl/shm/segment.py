@@ -1,7 +1,7 @@
 """Memory that ranks of one host share: made by one rank, mapped by the others.
 
 A segment is an anonymous file in memory (memfd), which has no name in any file system and is freed
-when no process uses it any more. Its size is sealed, so that no rank can shrink it and thereby
+when the last process stops using it. Its size is sealed, so that no rank can shrink it and thereby
 cause a fault in another rank. Its pages are allocated when it is made, so that a lack of memory is
 an error at that time, and not in a later call. Only the rings for messages are allocated later,
 when they are first used.
@@ -147,7 +147,7 @@ class Segment:
             self.descriptor = -1
 
     def close(self) -> None:
-        """Close the descriptor and unmap the memory, which no thread may use any more.
+        """Close the descriptor and unmap the memory, which no thread may use afterwards.
 
         The memory for collectives stays mapped if `HeldMutex.release` returns False.
         """

@@ -4,11 +4,11 @@ In each call of `allocate`, every rank makes one segment and maps the segments o
 Compiled code finds the segment of an array by the array's address (`r2ccl.shm.places`), so views
 and slices are found as well.
 
-The group gives up all its segments when it is closed. It gives up the segments of one `allocate`
+The group releases all its segments when it is closed. It releases the segments of one `allocate`
 when all ranks have dropped their arrays in them; the ranks find this out in the next `allocate`. A
-rank's own segment stays mapped until the group has given it up and no array uses it. So as long as
-the group knows a segment, the segment's addresses are not used again, and no other array can be
-mistaken for an array in it.
+rank's own segment stays mapped until the group has released it and no array uses it. Therefore, the
+addresses of a segment are not reused as long as the group knows the segment, and no other array can
+be mistaken for an array in the segment.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class SymmetricMemory:
         """Make an output private after a failed call, because peers may still write to it.
 
         The elements of the output are zero afterwards. An output outside of the segments is not
-        changed. The group must not be used any more.
+        changed. The group must not be used afterwards.
 
         Raises
         ------
@@ -170,7 +170,7 @@ class SymmetricMemory:
     def _free_dropped(
         self, exchange: AllgatherBytes, in_turn: Callable[[Callable[[], None]], None]
     ) -> None:
-        """Free the segments in which no rank has arrays any more."""
+        """Free the segments in which all ranks have dropped their arrays."""
         dropped = np.zeros(MAX_NSEGMENTS, np.uint8)
         dropped[[number for number, each in self._shared.items() if each.memory() is None]] = 1
         told = [np.frombuffer(each, np.uint8) for each in exchange(np.packbits(dropped).tobytes())]
@@ -206,7 +206,7 @@ class SymmetricMemory:
     def _create(self, size: int, exchange: AllgatherBytes, listener: SegmentListener) -> Segment:
         """Create this rank's segment.
 
-        Raise an error on all ranks if one of them cannot, or cannot use its `listener`.
+        Raise an error on all ranks if any rank cannot create its segment or use its `listener`.
         """
         own, problem = None, ""
         try:

@@ -8,15 +8,15 @@
 Which transfer is fastest depends on the cores of the ranks. If they share a last-level cache, the
 peer finds slots there. If not, it fetches each line from the other core's cache, which takes
 several times as long as reading memory. The scheduler, or a hypervisor, may move a rank to another
-core at any time. Each prepared call therefore uses each transfer for some calls at first, remembers
-how long they usually take, and then uses the fastest, except in some calls, which are trials of any
-transfer. A transfer is used for several calls in a row, because the first one finds in the caches
-what another transfer has left there.
+core at any time. Each prepared call therefore first uses each transfer for some calls, and
+remembers how long these calls usually take. It then uses the fastest transfer, except in occasional
+trial calls, which may use any transfer. A transfer is used for several successive calls, because
+the first of them still finds the data of the previous transfer in the caches.
 
-All ranks must use the same transfer to gain by it. Each rank therefore tells, in the header of its
-next call of the same kind, how long the last one took. All ranks then learn from the same numbers,
-and choose alike. If they do not, for example because one has prepared its call anew, they learn
-nothing from the call.
+The ranks gain from a transfer only if all of them use it. Each rank therefore tells, in the header
+of its next call of the same kind, how long its last call took. All ranks then learn from the same
+numbers, and make the same choice. If their choices differ, for example because one rank has
+prepared its call again, the ranks learn nothing from the call.
 
 Small calls (see `LEAST_NBYTES`), calls with a root, and scans do not choose: they use CACHED.
 
@@ -92,10 +92,11 @@ def choose(state: Any, given: Any, is_choosing: Any, may_read: Any) -> None:
 def next_transfer(
     words: Any, ncalls_at: Any, durations_at: Any, ntransfers: Any, row_bits: Any
 ) -> Any:
-    """Return which of `ntransfers` transfers to use, from 0, and count the use.
+    """Return the number of the transfer to use, from 0 to ``ntransfers - 1``, and count the use.
 
     `ncalls_at` is the index in `words` of this count. `durations_at` is the index of the remembered
-    durations, one word per transfer; 0: not known. A transfer is used 2**`row_bits` times in a row.
+    durations, one word per transfer; 0 is an unknown duration. A transfer is used 2**`row_bits`
+    times in a row.
     """
     row = words[ncalls_at] >> row_bits
     words[ncalls_at] += 1
@@ -133,9 +134,9 @@ def remember(words: Any, at: Any, duration_ns: Any) -> None:
 def tell(state: Any, given: Any, is_choosing: Any) -> None:
     """Write into this rank's header how long the last call of this kind took.
 
-    With `is_choosing` False, tell instead that this rank has no part in the choice, because its
-    parts are small, or all ranks map its array, and drop the duration of the last call. Call this
-    function after `r2ccl.shm.rounds.write_header`.
+    With `is_choosing` False, drop the duration of the last call, and tell instead that this rank
+    has no part in the choice. The reason is that its parts are small or that all ranks map its
+    array. Call this function after `r2ccl.shm.rounds.write_header`.
     """
     if not is_choosing:
         given[LOOP_LAST] = 0

@@ -1,8 +1,8 @@
 """Waiting in compiled code until a word of a peer has reached a value, and waking the peers.
 
 A wait has three phases: `pause` in a loop, ``sched_yield`` in a loop, sleep in the kernel. With a
-core for each rank, a thread pauses for long and never yields, because a yield to a background
-process may take milliseconds. With more ranks than cores it pauses briefly and then yields. The
+core for each rank, a thread makes many pauses and never yields, because a yield to a background
+process may take milliseconds. With more ranks than cores, it makes few pauses and then yields. The
 number of pauses grows as long as waits end during the pauses, and shrinks as long as they do not.
 It therefore also adapts to two ranks that the scheduler has put on one core, to another busy
 process, and to a peer that computes for a long time.
@@ -92,12 +92,12 @@ def move_to_cpu(cpu: Any, sets: Any) -> None:
 def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
     """Move this thread to CPU `HOME` if it shares its CPU with the owner of `word`.
 
-    `word` is an address in the first page of the owner's segment. The CPU of the owner is the one
-    that the owner had when it last called this function; this function tells the peers the CPU of
-    this thread. If `HOME` is -1, it does nothing.
+    `word` is an address in the first page of the owner's segment. Each call publishes the CPU of
+    the calling thread; the owner's CPU is the CPU that the owner last published. If `HOME` is -1,
+    do nothing.
 
     The scheduler often wakes a thread on the CPU of the thread that wakes it. Two ranks on one CPU
-    run by turns, and the scheduler rarely separates them, because one of them sleeps while the
+    run alternately, and the scheduler rarely separates them, because one of them sleeps while the
     other runs.
     """
     home = state[HOME]
@@ -143,8 +143,8 @@ def note_pauses(state: Any, limit: Any, has_sufficed: Any) -> None:
 def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
     """Wait until a word of a peer has reached `value`, and return True.
 
-    A word has reached a value if it is at least as large, or less than 2**63 beyond it after the
-    numbers have begun again.
+    Words are compared modulo 2**64: a word has reached `value` if the signed 64-bit difference of
+    the word and `value` is 0 or more.
 
     Return False if the word has not changed when a sleep ends: after its full length, by a signal,
     by ``wake_all``, or by a wake for a change that this thread had already seen.
@@ -192,7 +192,7 @@ def make_wake_all() -> Callable[[int], int]:
     ``wake_all(state)`` wakes all threads, of all ranks of the group, that sleep in a collective; a
     collective whose peer has not advanced then returns WAITING. `state` is the address of this
     rank's state (`r2ccl.shm.layout`). Earlier stores of this thread become visible to the peers
-    before later ones.
+    before its later stores.
     """
 
     def wake_all(address: Any) -> int:

@@ -178,8 +178,8 @@ class JoinedPair:
 class Talker:
     """Sender of eager slices that keeps the send queue of one side full.
 
-    The constructor queues 40 slices. Each call of `turn` queues one more if slices arrived in the
-    turn before, but not more than 100 in total. The transport must therefore deliver credits or
+    The constructor queues 40 slices. Each call of `turn` queues one more slice if slices arrived in
+    the previous call, up to 100 slices in total. The transport must therefore deliver credits or
     acknowledgments to the peer while the queue of slices is full.
     """
 
@@ -299,9 +299,9 @@ def check_order(bench: Bench) -> None:
 
 
 def check_both_ways(bench: Bench) -> None:
-    """Check eager slices in both directions at once.
+    """Check that eager slices arrive if both sides send at once.
 
-    Meanwhile a cleared slice goes one way, and confirmations go the other way.
+    At the same time, a cleared slice goes in one direction, and confirmations go in the other.
     """
     pair = JoinedPair(bench)
     region = bytearray(200_000)

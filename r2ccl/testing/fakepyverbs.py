@@ -342,9 +342,9 @@ class FakeQueuePair:
         """Post a write, and carry it out at once unless it must stay in flight.
 
         The write stays in flight if the port of either NIC is mute, this queue pair is not yet in
-        RTS, or the remote queue pair is not in RTR or RTS. A later call of this method carries it
-        out once none of these is the case. If this queue pair is in ERR, the write completes as
-        flushed.
+        RTS, or the remote queue pair is not in RTR or RTS. A later call of this method carries the
+        write out when none of these conditions holds. If this queue pair is in ERR, the write
+        completes as flushed.
 
         Raises
         ------

@@ -94,7 +94,7 @@ def _record_of(path: str | Path, index: int) -> Path:
 
 
 def wrap_and_record(inner: Transport, rank: int) -> ReportingTransport:
-    """Return a wrapper as `wrap_by_env` does, but one that makes a file for each fault that fires.
+    """Return a wrapper like that of `wrap_by_env`; it also makes a file for each fired fault.
 
     `r2ccl.init` calls this function in the ranks of a `RankRunner` if there are failures to inject.
     The files are beside the file of the plan. `rank` is ignored: the rank is read from ``RANK``,
@@ -158,7 +158,7 @@ class RankRunner:
         Module of the test. Its functions are sent to the ranks by value, so the ranks do not import
         the module, and a failed assertion in a rank shows the values that it compares.
     injection : FaultInjection, optional
-        Failures to inject; a run takes those added since the run before. Default: no failures.
+        Failures to inject; a run takes the failures added since the last run. Default: none.
     """
 
     def __init__(self, module: ModuleType, injection: FaultInjection | None = None) -> None:

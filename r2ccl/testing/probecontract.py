@@ -59,8 +59,8 @@ def check_probe_is_answered_for_an_idle_process(bench: Bench) -> None:
 def check_probe_of_a_port_that_is_gone(bench: Bench) -> None:
     """Check that probes of a disconnected port fail, while the peer's other port answers.
 
-    A second probe of the disconnected port must fail in the same way. A probe of it from the other
-    rail must fail too, or have the outcome None if `Bench.cross` is None.
+    A second probe of the disconnected port must fail in the same way. A probe from the other rail
+    to the disconnected port must fail too or, if `Bench.cross` is None, have the outcome None.
     """
     bench.join_probes()
     gone, beside = STRAIGHT
@@ -74,7 +74,7 @@ def check_probe_of_a_port_that_is_gone(bench: Bench) -> None:
 
 
 def check_probe_survives_the_fence(bench: Bench) -> None:
-    """Check that a probe is answered while the path of its rail is fenced.
+    """Check that a probe is answered while the path of the probed rail is fenced.
 
     Another probe of the same port must be answered after the path of the other rail has broken.
     """

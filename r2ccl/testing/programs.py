@@ -1,4 +1,4 @@
-"""Search for programs of the operating system; names of the Debian packages that provide them.
+"""Search for programs of the operating system, with the Debian packages that provide them.
 
 On Debian an ordinary user's PATH lacks the sbin folders, which hold ``tc``. Such a user can still
 run ``tc``, so the search includes these folders.
@@ -39,7 +39,7 @@ def describe_missing(names: Iterable[str]) -> str:
     Parameters
     ----------
     names : iterable of str
-        Names of programs, each one of ip, rdma, sh, tc and unshare.
+        Names of programs; only ip, rdma, sh, tc and unshare are known.
 
     Returns
     -------

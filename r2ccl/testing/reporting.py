@@ -1,9 +1,9 @@
 """Transport wrapper that applies the faults of a plan at given slices.
 
 Tests inject faults by wrapping the transport, so the rest of the library contains no test code. In
-a netlab the lab applies each fault. Without a netlab the only fault is ``nic_down``, and its node
-must be the number of the rank that triggers it: the wrapper stops sending on this rank's
-connections of the rail and reports them as failed; the library then reconnects them.
+a netlab the lab applies each fault. Without a netlab, the only fault is ``nic_down``, and its node
+must be the number of the rank that triggers the fault. The wrapper then stops sending on this
+rank's connections of the rail and reports the connections as failed; the library reconnects them.
 
 The wrapper adds one method call to each call of the transport, and a few comparisons to each slice
 sent.

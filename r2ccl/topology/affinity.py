@@ -81,9 +81,9 @@ class Affinity:
         """Return each GPU's routes: to its home port first, then to the backup ports, best first.
 
         The home port of a GPU is the port that `assign` chooses for its channel 0. ``share_mbps``
-        of a backup assumes that all other GPUs use their home ports. GPUs with the same home port
-        have equally good backups in rotated orders, so that they spread over the backups if they
-        lose the port.
+        of a backup assumes that all other GPUs use their home ports. For GPUs with the same home
+        port, the order of equally good backups is rotated, so that the GPUs spread over the backups
+        if the port is lost.
 
         Returns
         -------

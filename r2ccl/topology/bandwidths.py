@@ -1,9 +1,9 @@
 """Nominal bandwidths of the links inside a machine, in one direction, in Mbit/s.
 
 These figures serve only to rank routes and to divide links among flows; they are not measured on
-the machine. Except for unknown processors, they are NCCL's, so both libraries rank the routes of a
-machine with known processors alike. They are payload rates reached in practice, not the signaling
-rates of data sheets. Invariant: all figures are integers, equal on every host.
+the machine. Except the figures for unknown processors, all are NCCL's, so both libraries rank the
+routes of a machine with known processors alike. The figures are payload rates reached in practice,
+not the signaling rates of data sheets. Invariant: all figures are integers, equal on every host.
 
 References
 ----------

@@ -1,9 +1,13 @@
 """Search for the best path between two GPUs, NIC ports or processors of a machine.
 
 The best path is the shortest of the paths with the highest bandwidth. A path may pass through
-processors, switches and NICs. If two GPUs have no such path, or one that does not consist of
-NVLinks alone, a faster path over NVLinks through a third GPU takes its place. Between a GPU and a
-port that cannot access the memory of the GPU, the path leads through the processor of the GPU.
+processors, switches and NICs. Two exceptions:
+
+- Between two GPUs, if the best path does not consist of NVLinks alone or there is none, a path of
+  NVLinks through a third GPU is used if it is faster.
+- Between a GPU and a port that cannot access the memory of the GPU, the path leads through the
+  processor of the GPU.
+
 Bandwidths in this module assume an idle machine; `flows` takes traffic into account.
 
 Invariant: every choice depends only on integers and the order of vertices, so equal machines have

@@ -200,7 +200,7 @@ class Load:
         flows : sequence of (str, int)
             Bus id of the GPU, and channel, of each flow.
         causes : mapping of (str, int) to str
-            Reason why each moved flow is moved, with which `NicRoute.why` begins. Flows that are
+            Reason for moving each moved flow; `NicRoute.why` begins with this text. Flows that are
             placed for the first time are not in this mapping.
 
         Returns

@@ -140,7 +140,7 @@ def read_gpus(source: GpuSource, open_links: Callable[[], LinkSource]) -> GpuFac
 
 
 def find_gpus() -> GpuFacts:
-    """Read the GPUs that this process may use; if CUDA fails, return no GPUs and a remark on why.
+    """Read the GPUs that this process may use; if CUDA fails, return a remark and no GPUs.
 
     Notes
     -----
@@ -264,7 +264,7 @@ def _named(remote: str, kind: int) -> tuple[str, LinkEnd]:
     """Return the far end of an NVLink: ``target`` and ``end`` of its `NvLink`.
 
     `remote` is the bus id and `kind` the device type of the far end, as NVML reports them. If
-    `remote` is not a bus id, the far end is a switch, and the target is this text in lower case.
+    `remote` is not a bus id, the far end is a switch, and ``target`` is `remote` in lower case.
     """
     try:
         target = parse_bus_id(remote)

@@ -204,8 +204,8 @@ def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
     Raises
     ------
     InvalidArgument
-        If `pattern` does not parse, or names ports of which none is ACTIVE; the message then lists
-        all ports.
+        If `pattern` does not parse, or selects ports by name and no ACTIVE port has such a name; in
+        the second case the message lists all ports.
     """
     if pattern.strip() == NO_HCA:
         return ()
@@ -228,9 +228,9 @@ def choose_gid(hca: Hca, index: int = -1) -> Gid:
     """Choose the GID that a queue pair on `hca` sends from.
 
     On Ethernet, the GID is a RoCE v2 entry. IPv4 addresses are preferred to global IPv6 addresses,
-    and global IPv6 addresses to link-local ones. Among GIDs of the same kind of address, those of
-    the port's own interface are preferred to those of a VLAN on it, then the lowest index decides.
-    On InfiniBand, the GID is entry 0.
+    and global IPv6 addresses to link-local ones. Among GIDs with the same kind of address, those of
+    the port's own interface are preferred to those of a VLAN on this interface. Ties go to the
+    lowest index. On InfiniBand, the GID is entry 0.
 
     Parameters
     ----------
@@ -253,7 +253,7 @@ def choose_gid(hca: Hca, index: int = -1) -> Gid:
 
 @contextmanager
 def _parsing(port: Path) -> Iterator[None]:
-    """Raise OSError in place of a ValueError that parsing an attribute of `port` raises."""
+    """Convert a ValueError in the block, which parses attributes of `port`, to an OSError."""
     try:
         yield
     except ValueError as exc:
@@ -315,9 +315,8 @@ def _read_gid(port: Path, slot: str) -> Gid | None:
 def _netdev_of(device: Path, port: int, gids: Iterable[Gid]) -> str:
     """Return the interface of an Ethernet port; empty if none is found.
 
-    The interface is the interface of the first GID that has one. If no GID has one, it is the
-    interface that Soft-RoCE uses; without Soft-RoCE, it is the interface of the same PCI function
-    with the same port number.
+    The first of these that exists is returned: the first interface in the GID table, the interface
+    that Soft-RoCE uses, the interface of the same PCI function with the same port number.
     """
     named = [gid.netdev for gid in gids if gid.netdev]
     if named:

@@ -65,13 +65,13 @@ def discover(
         ``socket_ifname`` selects interfaces. ``rails`` sets the number of rails, without the
         last-resort rail; 0 means one per interface, or 2 on loopback. ``last_resort`` sets the
         interface of the last-resort rail, which carries data only between two ranks that have no
-        other rail left; it is ignored if it names an interface that is another rail already, the
-        rails are on loopback, or `rdma_names` is not empty.
+        other rail left; it is ignored if the rails are on loopback, if `rdma_names` is not empty,
+        or if it names an interface that already is another rail.
     exclude_addresses : collection of str
-        Addresses of the management interface. Interfaces with one of these addresses are left out
-        unless ``socket_ifname`` names them, no other interface qualifies, or `rdma_names` is not
-        empty. If ``last_resort`` is ``auto``, such an interface that is left out carries the
-        last-resort rail, unless ``socket_ifname`` excludes it.
+        Addresses of the management interface. An interface with one of these addresses is left out,
+        except if ``socket_ifname`` names it, if no other interface qualifies, or if `rdma_names` is
+        not empty. If ``last_resort`` is ``auto``, an interface that is left out for this reason
+        carries the last-resort rail, unless ``socket_ifname`` excludes it.
     rdma_names : collection of str
         Name of the interface of each RDMA NIC in use, empty if the NIC has none. If there are RDMA
         NICs in use, all socket rails serve as last-resort rails beside RDMA. Unless
@@ -91,7 +91,7 @@ def discover(
     ------
     InvalidArgument
         If no interface qualifies, fewer than ``config.rails`` qualify, or ``config.last_resort``
-        names no usable interface; the message lists the interfaces found. Also if
+        names no usable interface (the message then lists the interfaces found). Raised too if
         ``config.socket_ifname`` does not parse, or ``config.rails`` exceeds `MAX_LOOPBACK_RAILS` on
         loopback.
     OSError

@@ -61,9 +61,9 @@ class PciDevice(msgspec.Struct, frozen=True):
     """An endpoint or a switch of the PCI tree, and the link above it.
 
     A PCIe link has two ends, which are PCI functions: a port above, and the device below. The port
-    is no `PciDevice`. ``parent`` is the bus id of the switch that the port belongs to; empty if the
-    port belongs to a root complex. ``device_class`` is the PCI class code of 24 bits (0x060400 for
-    a bridge). ``speed_mtps`` is the signaling rate of a lane in megatransfers per second, and
+    is not a `PciDevice`. ``parent`` is the bus id of the switch that the port belongs to; empty if
+    the port belongs to a root complex. ``device_class`` is the PCI class code of 24 bits (0x060400
+    for a bridge). ``speed_mtps`` is the signaling rate of a lane in megatransfers per second, and
     ``width`` the number of lanes. The identifiers of vendor and device are 0 if unknown.
     """
 

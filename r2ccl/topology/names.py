@@ -23,9 +23,9 @@ class NameFilter:
     """Filter of device names: ``eth,ib``, ``=eth0,eth1``, ``^docker`` or ``mlx5_0:1,mlx5_2``.
 
     Names are separated by commas. A ``^`` at the start of the list makes the list an exclusion. A
-    ``=`` at the start of the list, or after its ``^``, makes all its names exact; a ``=`` before a
-    later name makes that name exact. All other names are prefixes. ``:`` and a number after a name
-    select that port of the device.
+    ``=`` at the start of the list, or after its ``^``, makes all names exact; a ``=`` before a
+    later name makes only that name exact. All other names are prefixes. ``:`` and a number after a
+    name select that port of the device.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@ Connecting a RoCE queue pair resolves the peer's link-layer address inside a sys
 take a second while Python's GIL is held. `Neighbours` therefore looks into the kernel's neighbor
 table first. If the address is missing, `Neighbours` sends an empty datagram to the peer, which
 makes the kernel resolve the address, and the caller tries again later. This module never waits for
-the resolution. If a firewall drops the datagram, the address is left to the system call.
+the resolution. If a firewall drops the datagram, the system call must resolve the address.
 
 References
 ----------
@@ -145,7 +145,7 @@ class Neighbours:
             )  # fmt: skip
 
     def _is_new(self, exc: OSError) -> bool:
-        """Return whether the error's number was not logged yet, and note it as logged."""
+        """Return True if no error with this errno was logged yet; count the errno as logged."""
         is_new = exc.errno not in self._said
         self._said.add(exc.errno)
         return is_new

@@ -1,11 +1,12 @@
 """Reader of a machine's sysfs: NUMA nodes, the PCI tree above GPUs and NICs, and NIC ports.
 
 The roots of sysfs and proc are parameters, so recorded trees can be read like live ones. Facts
-about GPUs are parameters too, because sysfs does not have them. Invariant: a missing or garbled
-attribute is no error. If planning needs its value, a value is assumed, which `Machine.remarks`
-states, except for NUMA distances; otherwise the value is empty or 0, or for a PCI class that of a
-typical device. If `list_hcas` cannot read or parse an attribute of an RDMA port, all RDMA ports are
-left out, which a remark states.
+about GPUs are parameters too, because sysfs does not have them.
+
+Invariant: a missing or garbled attribute raises no error. If planning needs the value, a default is
+assumed; `Machine.remarks` states every assumed value except NUMA distances. An unknown PCI class is
+replaced by the class of a typical device. Any other unknown value is empty or 0. If `list_hcas`
+cannot read or parse an attribute of an RDMA port, all RDMA ports are left out and a remark says so.
 
 References
 ----------
@@ -101,7 +102,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 class _Reader:
-    """Reader of attributes below a root; a missing or garbled attribute reads as empty or default.
+    """Reader of attributes below a root directory, with defaults for missing or garbled attributes.
 
     ``remarks`` collects the remarks of `Machine.remarks`.
     """
@@ -206,8 +207,8 @@ class _Tree:
         The rate is the highest that both ends support, because an idle device lowers the current
         rate. The number of lanes is the current number, because a link that was trained to fewer
         lanes than both ends support does not regain the missing lanes. If the current number is
-        unknown, it is the highest that both ends support. A rate or number that neither end shows
-        is assumed.
+        unknown, it is the highest that both ends support. If neither end shows a rate or a number,
+        a default is assumed, and a remark says so.
         """
         remarks = self._reader.remarks
         speeds = [mtps for end in ends if (mtps := self._speed(end / "max_link_speed"))]

@@ -1,1 +1,1 @@
-"""Transports move slices over paths: `tcp`, `verbs` and `mixed` implement the interface `base`."""
+"""Transports, which move slices over paths; `tcp`, `verbs` and `mixed` implement `base`."""

@@ -5,8 +5,8 @@ instruction takes four to eight times as long if the target is ahead of the sour
 modulo the 4096 bytes of a page. Two addresses that are multiples of 64 never differ by such an
 amount. The size of a frame header is a multiple of 64 bytes too, so slices whose sizes are
 multiples of 64 bytes also begin at such addresses in the pages in which the kernel keeps them. A
-copy between these pages and any other array is then rarely slow: malloc(3), and so NumPy, allocates
-a large array 16 bytes after the beginning of a page.
+copy between these pages and an unaligned array is rarely slow: malloc(3), which NumPy uses,
+allocates a large array 16 bytes after the beginning of a page.
 """
 
 from __future__ import annotations

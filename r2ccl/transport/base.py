@@ -227,7 +227,8 @@ class Registered(Protocol):
     def close(self) -> None:
         """End this registration: the caller no longer needs the memory to be registered.
 
-        The transport may keep it registered, and does so while slices in it are in flight.
+        The transport may keep the memory registered. It always does so while slices in the memory
+        are in flight.
         """
         ...
 
@@ -415,8 +416,8 @@ class Transport(Protocol):
     def poll(self, timeout_s: float) -> list[Event]:
         """Return new events; if there are none, wait for one up to `timeout_s` seconds.
 
-        The list may be empty before the time is over, for example after `wake`. Payloads of
-        `Arrived` events are borrowed until the next call.
+        An empty list may be returned before `timeout_s` has passed, for example after `wake`.
+        Payloads of `Arrived` events are borrowed until the next call.
 
         Raises
         ------
@@ -461,7 +462,7 @@ class Transport(Protocol):
         ``Probed.is_answered`` is None if the probe, or a part of it, could not be made and so
         proves nothing, for example because the rail does not exist or no file descriptor is free.
         It is also None if a probe between different rails is not answered and no probe of the same
-        key was ever answered: some fabrics do not connect ports of different rails at all. In all
+        key was ever answered, because some fabrics do not connect ports of different rails. In all
         other cases without an answer it is False, for example after the probe timeout, or if the
         local NIC could not send.
         """

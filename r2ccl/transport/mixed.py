@@ -1,4 +1,4 @@
-"""Transport that combines others, its parts, so that a communicator can have TCP and RDMA rails.
+"""Transport made of several transports (parts), so that a communicator can use TCP and RDMA rails.
 
 The rails are numbered consecutively: the first part's rails, then the second part's, and so on. A
 method call for a path is forwarded to the part that has the path's rail, and that part reports the
@@ -21,7 +21,7 @@ from r2ccl.types import BYPASS, PathKey, ProbeKey
 
 
 class TransportPart(Transport, Protocol):
-    """Transport whose descriptor can be waited for together with those of other transports."""
+    """Transport with a file descriptor, so that one epoll can wait for several transports."""
 
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when an event occurs after `arm`."""
@@ -81,7 +81,7 @@ class MixedTransport:
         return self._by_rail[rail].joins(rail)
 
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
-        """Implement `Transport.offer` by the part that has this rank's port of the connection."""
+        """Forward `Transport.offer` to the part that has this rank's port of the connection."""
         return self._by_rail[key.via if isinstance(key, ProbeKey) else key.rail].offer(key)
 
     def open(self, path: PathKey, endpoint: Any) -> None:

@@ -87,13 +87,13 @@ class PerfMemory:
         return host
 
     def finish(self) -> None:
-        """Wait for work that calls have left on the GPU; for host memory, do nothing."""
+        """Wait until the GPU has finished the work of the calls; for host memory, do nothing."""
         if self._cuda is not None:
             self._cuda.synchronize()
 
 
 class Runner:
-    """Runner of the calls of one case, as the options say: grouped or not, blocking or not.
+    """Runner of the calls of one case; the options choose grouped and asynchronous calls.
 
     Parameters
     ----------

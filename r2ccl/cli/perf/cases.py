@@ -1,7 +1,7 @@
 """Inputs, expected results and buffers of each measured collective.
 
-The buffer size of a case is that of nccl-tests: the larger of what a rank passes and receives. The
-benches in ``bench/`` measure other libraries with the same definitions.
+The buffer size of a case is that of nccl-tests: the larger of the input and the output of a rank.
+The benches in ``bench/`` measure other libraries with the same definitions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Case:
     Attributes
     ----------
     total : int
-        Elements of the whole buffer.
+        Number of elements of the whole buffer.
     op : str
         ``"sum"``, ``"prod"``, ``"min"``, ``"max"`` or ``"avg"``; ignored if the collective does
         not reduce.
@@ -58,8 +58,8 @@ class Case:
         """Return the case with the largest buffer of at most `nbytes`.
 
         If the parts must be equal, the number of elements is a multiple of the number of parts.
-        Unless `nbytes` is 0 or ranks pass no data, the buffer has at least one element, or one per
-        equal part, even if that is more than `nbytes`.
+        Unless `nbytes` is 0 or ranks pass no data, the buffer has at least one element or, if the
+        parts must be equal, one element per part, even if this is more than `nbytes`.
         """
         unit = nranks if form.has_parts and not form.is_unequal else 1
         total = nbytes // dtype.itemsize
@@ -75,24 +75,25 @@ class Case:
     def count(self) -> int:
         """Number of elements that nccl-tests shows.
 
-        If the parts are equal, this is the number of elements of one part, else of the buffer.
+        If the parts are equal, this is the size of one part, otherwise the size of the whole
+        buffer.
         """
         is_part = self.form.has_parts and not self.form.is_unequal
         return self.total // self.nranks if is_part else self.total
 
     @property
     def parts(self) -> list[int]:
-        """Number of elements of each rank's part; unequal parts are roughly 1 : 2 : 3 and so on."""
+        """Number of elements of each rank's part; unequal parts grow linearly with the rank."""
         n = self.nranks
         weights = range(1, n + 1) if self.form.is_unequal else [1] * n
         sums = [self.total * each // sum(weights) for each in accumulate(weights, initial=0)]
         return [high - low for low, high in pairwise(sums)]
 
     def exchanged(self, rank: int) -> list[int]:
-        """Return how many elements `rank` exchanges with each rank, per direction, in an alltoallv.
+        """Return the number of elements that `rank` sends to each rank in an alltoallv.
 
-        Ranks i and j exchange ``parts[(i + j) % nranks]`` elements, so every rank sends and
-        receives the whole buffer.
+        The number received from each rank is the same. Ranks i and j exchange
+        ``parts[(i + j) % nranks]`` elements, so every rank sends and receives the whole buffer.
         """
         parts = self.parts
         return [parts[(rank + peer) % self.nranks] for peer in range(self.nranks)]
@@ -107,7 +108,7 @@ class Case:
         return self._extent(self.form.sends, rank)
 
     def receives(self, rank: int) -> int | None:
-        """Return the number of elements of the result array of `rank`; None if it passes none."""
+        """Return the number of elements of the result array of `rank`; None if it has no result."""
         return self._extent(self.form.receives, rank)
 
     def _extent(self, extent: DataExtent, rank: int) -> int | None:
@@ -117,11 +118,11 @@ class Case:
 
 
 def make_inputs(case: Case, seed: Sequence[int]) -> list[Array | None]:
-    """Return the input of each rank, None if it passes none; equal seeds give equal inputs.
+    """Return the input of each rank, or None for a rank that passes no input.
 
-    The inputs of reductions are small integers, so that no order of operations rounds a partial
-    result: sums stay in the range in which bfloat16 holds all integers, and factors are powers of
-    two. The inputs of other collectives are random bytes.
+    Equal seeds give equal inputs. The inputs of reductions are small integers, so that no order of
+    operations rounds a partial result: sums stay in the range in which bfloat16 holds all integers,
+    and factors are powers of two. The inputs of other collectives are random bytes.
     """
     rng = np.random.default_rng(seed)
     return [_draw(rng, case, rank) for rank in range(case.nranks)]
@@ -143,7 +144,7 @@ def _draw(rng: np.random.Generator, case: Case, rank: int) -> Array | None:
 
 
 def expected(case: Case, inputs: Sequence[Array | None], rank: int) -> Array | None:
-    """Return the data that `rank` must receive; None if it receives none."""
+    """Return the data that `rank` must receive; None if it receives no data."""
     if case.receives(rank) is None:
         return None
     name = case.form.name
@@ -185,7 +186,7 @@ def _sent(case: Case, values: Array, source: int, to: int) -> Array:
 
 
 class Buffers(NamedTuple):
-    """Arrays that a rank passes to a call; None where it passes none."""
+    """Arrays that a rank passes to a call; None for an array that the rank does not pass."""
 
     x: Any
     out: Any
@@ -202,8 +203,8 @@ def place(
     """Return the arrays that `rank` passes to a call, with a copy of `data` as the input.
 
     `data` is None if the rank has no input. If the rank passes two arrays and `in_place` is True,
-    they share memory. `move` returns an array in the memory that is measured, for example a copy on
-    a GPU, or its argument.
+    they share memory. `move` returns its argument, or a copy of it in the measured memory, for
+    example on a GPU.
     """
     count = case.receives(rank)
     if data is None or count is None or not in_place:

@@ -1,4 +1,4 @@
-"""Collectives as they are measured, and the bandwidths of nccl-tests.
+"""Collectives that ``r2ccl bench`` measures, and their bandwidths as nccl-tests defines them.
 
 The module does not import NumPy or `r2ccl.runtime`, so that ``r2ccl bench --help``, which lists the
 collectives, is fast.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class DataExtent(enum.Enum):
-    """Elements that a rank passes or receives: none, its part, all, or all on the root only."""
+    """Elements that a rank sends or receives: none, its part, all, or all on the root only."""
 
     NONE = enum.auto()
     PART = enum.auto()
@@ -21,16 +21,16 @@ class DataExtent(enum.Enum):
 
 
 class CollectiveForm(NamedTuple):
-    """Properties of a measured collective, barrier or exchange of messages.
+    """Properties of a collective, barrier or message exchange that the benchmark measures.
 
     Attributes
     ----------
     name : str
         Method of `r2ccl.Communicator`.
     sends, receives : DataExtent
-        Elements that a rank passes, and elements that it receives.
+        Elements that a rank sends, and elements that it receives.
     reduces : bool
-        True if the method takes an operation.
+        True if the method takes a reduction operation.
     is_rooted : bool
         True if the method takes a root.
     has_parts : bool

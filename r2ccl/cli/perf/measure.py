@@ -1,11 +1,11 @@
 """Measurement of collectives on one rank: time every case, then verify its results.
 
-The time of a call is the time of a loop of ``-n`` calls, or ``-n`` groups of ``-m`` calls, back to
-back, divided by the number of calls. ``-w`` calls or groups run before the loop. With ``-g 1``, the
-loop also waits for the GPU: after each call or group, or with ``-z 0`` once at its end. By default
-the time is averaged over the ranks, as in nccl-tests. Verification runs outside that loop, on fresh
-inputs that every rank derives from one seed. No order of operations rounds a partial result of
-these inputs, so results are compared bit for bit.
+A loop makes ``-n`` calls, or ``-n`` groups of ``-m`` calls, back to back; the time of a call is the
+time of the loop divided by the number of calls. ``-w`` calls or groups run before the loop. With
+``-g 1``, the loop also waits for the GPU: after each call or group, or with ``-z 0`` once at its
+end. By default the time is averaged over the ranks, as in nccl-tests. Verification runs outside the
+loop, on fresh inputs that every rank derives from one seed. The inputs are chosen so that every
+partial result is exact in any order of the operations; results are therefore compared bit for bit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LATE_S = 0.005
 
 
 class Measured(NamedTuple):
-    """Time per call in seconds, and number of wrong elements, None if they were not counted.
+    """Time per call in seconds, and number of wrong elements (None: they were not counted).
 
     For a barrier, ``wrong`` counts the ranks that left it before the last rank entered it.
     """
@@ -172,7 +172,7 @@ class Measurement:
 
 
 def combine(comm: Communicator, times: Sequence[float], average: int) -> float:
-    """Combine the times of all threads and ranks into the time to report, as ``-a`` says.
+    """Return the time to report: `average`, the value of ``-a``, selects how `times` are combined.
 
     *Collective*: every rank must call it.
     """
@@ -237,10 +237,10 @@ def cases(form: CollectiveForm, nranks: int, options: PerfOptions) -> list[Case]
 
 
 def _problem(comm: Communicator, options: PerfOptions) -> str | None:
-    """Return the reason why the ranks cannot measure; None, on all ranks, if they can.
+    """Return the reason why the ranks cannot measure; None on all ranks if they can measure.
 
     If the file of ``--json`` cannot be written, only rank 0 returns the reason, and the other ranks
-    return an empty text.
+    return an empty string.
     """
     if not -1 <= options.root < comm.nranks:
         return f"-r {options.root}: allowed are 0 to {comm.nranks - 1}, and -1 for every root"

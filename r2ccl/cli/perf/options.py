@@ -31,18 +31,18 @@ class PerfOptions(NamedTuple):
     Attributes
     ----------
     root : int
-        -1: every root, one after the other.
+        Rank of the root; -1 for every rank in turn.
     nthreads : int
-        Threads per process, each with a communicator of its own.
+        Threads per process, each with its own communicator.
     ngpus : int
-        0: host memory; 1: the memory of a GPU.
+        Memory of the buffers: 0 for host memory, 1 for the memory of one GPU.
     ngrouped : int
         Calls per group.
     is_blocking : bool
-        False: all calls of a loop are asynchronous.
+        False if all calls of a loop are asynchronous.
     average : int
-        Time that is reported: 0: that of rank 0's first thread; 1: mean, 2: least, 3: largest of
-        all threads of all ranks.
+        Reported time: 0 for the time of rank 0's first thread; 1, 2 or 3 for the mean, minimum or
+        maximum over all threads of all ranks.
     """
 
     collectives: list[str]
@@ -72,7 +72,7 @@ def options_of(args: argparse.Namespace) -> PerfOptions:
     Raises
     ------
     InvalidArgument
-        If an option is refused, or two exclude each other.
+        If an option is refused, or two options exclude each other.
     """
     problem = _problem(args)
     if problem:

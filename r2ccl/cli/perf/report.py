@@ -24,7 +24,7 @@ def row_of(
     """Return the JSON object of one measurement.
 
     `placement` is "out_of_place" or "in_place"; `seconds` is the time of one call; `wrong` is the
-    number of wrong elements, None if they were not counted.
+    number of wrong elements (None if wrong elements were not counted).
     """
     return {
         "collective": case.form.name,
@@ -56,9 +56,9 @@ HEADER = f"""\
 
 
 def format_line(case: Case, halves: Sequence[dict[str, Any] | None]) -> str:
-    """Format a line of the table from the results out of place and in place.
+    """Format a line of the table from the out-of-place and the in-place result of a case.
 
-    A result is None if the collective has no such call.
+    The in-place result is None if the collective cannot run in place.
     """
     name = NCCL_NAMES.get(case.dtype.name, case.dtype.name)
     op = case.op if case.form.reduces else "none"

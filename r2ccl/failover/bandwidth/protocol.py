@@ -26,19 +26,19 @@ compared with other slow rails.
 
 A weight changes only after the estimate has implied a different weight for `_SETTLE_S` of active
 time (time with a slice in flight on any rail) without interruption. A slow rail gets work in
-proportion to its rate, but always some. With a quarter of the work, a rail with a quarter of the
-rate is as busy as the others, so its trains show at once when the rail recovers. The estimate of a
-rail that carries too little to form trains rises with time (`Balance.estimates`), until the rail
-gets enough work to be measured again. Links keep the same number of slices in flight on all rails,
-so this number does not affect the comparison.
+proportion to its rate, and at least a little. With a quarter of the work, a rail with a quarter of
+the rate is as busy as the others, so its trains show at once when the rail recovers. If a rail
+carries too little traffic to form trains, its estimate rises with time (`Balance.estimates`), until
+the rail gets enough work to be measured again. Links keep the same number of slices in flight on
+all rails, so this number does not affect the comparison.
 
 A *weight* is the share of a rail in `r2ccl.failover.health.table`, in sixteenths of the rate of the
 best rail. Rails of unequal nominal rates therefore get unequal weights too. If all rails of a rank
 are slow, the comparison cannot show it. For this case the nominal rate can be set
 (`Balance.set_nominal_rate`): the best rails keep weight 16 only if their *level* is at least
 `_WHOLE_LEVEL`. The level is the upper quartile, over the last `_LEVEL_NSPELLS` spells with a
-reference, of the reference divided by the nominal rate. It is not the median, because a process
-that stalls lowers the rate in many spells and raises it, when it catches up, in few.
+reference, of the reference divided by the nominal rate. The median would be too low: a process that
+stalls lowers the rate in many spells, and raises it in only a few spells, when it catches up.
 
 Times are passed in as clock readings. Invariants: the estimate of a rail does not change while all
 rails are idle; a weight is at least 1, because share 0 means down; equal arguments of `shares` give
@@ -193,9 +193,10 @@ class Balance:
 
         The rate is computed from the comparisons in the last `_MEMORY_S` of active time. If there
         are none, and the last train of the rail is more than `_FRESH_S` of active time ago, the
-        last estimate is returned. It doubles with every further `_FRESH_S`, up to the estimate of
-        the best rail, so that the rail gets work, without which it cannot be measured. None if the
-        rail was never compared, or if only its last train is recent, not its last comparison.
+        result is based on the last estimate, which doubles with every further `_FRESH_S`, up to the
+        estimate of the best rail. The rail thus gets work again, and can be measured. The value is
+        None for a rail that was never compared, and for a rail that has no comparison in the last
+        `_MEMORY_S` but has a train in the last `_FRESH_S`.
         """
         active_s = self.active_s(now)
         self._forget(active_s)
@@ -229,8 +230,8 @@ class Balance:
     def update(self, now: float) -> bool:
         """Update `weights` from the measurements; return whether a weight changed.
 
-        Call it periodically: a weight changes only after all calls within `_SETTLE_S` of active
-        time have found another weight for the rail.
+        Call it periodically. The weight of a rail changes only after every call during `_SETTLE_S`
+        of active time has found a weight that differs from the current weight.
         """
         active_s = self.active_s(now)
         if active_s == self._updated_s:
@@ -252,7 +253,8 @@ class Balance:
     def _record(self, rail: int, train: Train, active_s: float) -> None:
         """Add the bytes and busy time of a train to the spells that it overlaps.
 
-        The train is taken to end at `active_s`, and each spell gets its part in proportion to time.
+        The train is assumed to end at `active_s`; each spell gets a share in proportion to the time
+        of the train that falls into the spell.
         """
         begun_s = active_s - train.length_s
         first = max(int(begun_s / _SPELL_S), int((active_s - _MEMORY_S) / _SPELL_S), 0)
@@ -323,8 +325,8 @@ def shares(
     The reference is `nominal` or, by default, the best rate.
 
     A new weight is 1 to 14, or 16. A previous weight is kept while the rate differs from it by at
-    most 3/16 of the weight or one sixteenth of the reference, whichever is more, so that noise does
-    not change weights. A rail whose rate is at least 31/32 of the reference always gets weight 16.
+    most 3/16 of the weight or 1/16 of the reference, whichever is larger, so that noise does not
+    change weights. A rail whose rate is at least 31/32 of the reference always gets weight 16.
     A rail of unknown rate keeps its previous weight. Without a previous weight it gets weight 16,
     so that it gets work and can be measured.
 

@@ -85,7 +85,7 @@ class _Asked(NamedTuple):
 
 
 class SlowRecords:
-    """Log levels of records about slow or late peers: INFO once per `SAY_AGAIN_S` and peer."""
+    """Log levels of records about slow peers: INFO once per peer and `SAY_AGAIN_S`, else DEBUG."""
 
     def __init__(self) -> None:
         #: Time of the last INFO record, by peer.
@@ -217,7 +217,7 @@ class Diagnosis:
         """Handle the report that this rank's port of `rail` is down.
 
         Add `cause` (``STATUS: detail``) to the diagnoses of all paths on the rail that are not up.
-        This includes diagnoses that have not begun, and those with a verdict, which may change.
+        This includes diagnoses that have not begun, and ended ones, whose verdict may then change.
         """
         now = self._clock()
         for key in self._paths:
@@ -244,8 +244,8 @@ class Diagnosis:
     def stop(self) -> None:
         """End all diagnoses, because the communicator has ended; they give no further verdict.
 
-        The peers close their connections then, which proves nothing about a failure. `verdicts`
-        still returns the verdicts made before.
+        When the communicator ends, the peers close their connections; this is no evidence of a
+        failure. `verdicts` still returns the verdicts made earlier.
         """
         for case in self._open.values():
             self._forget_questions(case)
@@ -374,10 +374,10 @@ class Diagnosis:
         self._go_on(case, actions)
 
     def _take_early(self, case: _Case) -> None:
-        """Pass to `case`, whose path has failed, the peer's finding that arrived earlier, if any.
+        """Pass a finding of the peer that arrived early to `case`, whose path has failed.
 
         A finding of a later epoch is kept for the diagnosis of that epoch. A finding of an earlier
-        epoch is dropped, and so is one of the same epoch if the case has a verdict already.
+        epoch is dropped. A finding of the same epoch is dropped if the case has a verdict already.
         """
         key = case.path_diagnosis.path
         finding = self._early.get(key)

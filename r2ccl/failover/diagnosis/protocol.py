@@ -205,7 +205,7 @@ class PathDiagnosis:
         is_answered : bool or None
             As in `r2ccl.transport.base.Probed`; None: the outcome proves nothing.
         detail : str
-            Text for people about the answer; may be empty.
+            Human-readable description of the answer; may be empty.
         is_stuck : bool
             True if the transport reports that the path only retransmits.
         """

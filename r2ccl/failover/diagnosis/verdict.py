@@ -37,7 +37,7 @@ down, explain the unanswered probes by one failed part instead of several cut co
 means that no two of the probed ports reach each other on the rail, or that both ports of the path
 report themselves down.
 
-Invariant: a verdict names a part only on evidence that it contains; otherwise its kind is PATH.
+Invariant: a verdict that names a part contains the evidence; otherwise its kind is PATH.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class Failback:
-    """Quarantine of failed paths that this rank, as the lower one, must bring back into use.
+    """Quarantine of failed paths that this rank, the lower of the two, must bring back into use.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class Failback:
     def failed(self, key: PathKey) -> None:
         """Record a failure of the path `key`, and put the path into quarantine.
 
-        Call it when neither end uses the path any more. A failure in use adds a strike, which may
+        Call it when neither end still uses the path. A failure in use adds a strike, which may
         lengthen the path's hold; see `Quarantine.failed`.
         """
         self._quarantine(key).failed(self._clock())
@@ -93,8 +93,8 @@ class Failback:
     def port_up(self, key: PathKey) -> None:
         """Make a probe of path `key` due, because one of its ports came up or is included again.
 
-        The good probes so far do not count any more. If a probe is in flight, the next one is due
-        as usual after its result. Do nothing if the path is not in quarantine.
+        Earlier good probes no longer count. If a probe is in flight, the next probe is due as usual
+        after the result of the probe in flight. Do nothing if the path is not in quarantine.
         """
         quarantine = self._waiting.get(key)
         if quarantine is not None:
@@ -103,8 +103,8 @@ class Failback:
     def hurry(self, key: PathKey) -> None:
         """Make a probe of path `key` due, because the connection for its probes is ready.
 
-        If a probe is in flight, the next one is due as usual after its result. Do nothing if the
-        path is not in quarantine.
+        If a probe is in flight, the next probe is due as usual after the result of the probe in
+        flight. Do nothing if the path is not in quarantine.
         """
         quarantine = self._waiting.get(key)
         if quarantine is not None:

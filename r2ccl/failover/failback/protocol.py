@@ -3,11 +3,11 @@
 Theory of operation
 -------------------
 A path out of use is probed until it returns. A probe that is answered is *good*. The pause after a
-probe without an answer doubles with each such probe, up to a cap. The pause is reset by an answer,
-and when the path goes out of use. When a port of the path comes up, the pause is also reset and
-does not grow for a while; the count of good probes is reset too, because the path had been down.
-The path may return after `Policy.nprobes` good probes in a row, once all probes have been answered
-for the time of its *hold*.
+probe without an answer doubles with each such probe, up to a cap. The pause is reset when a probe
+is answered and when the path goes out of use. When a port of the path comes up, the pause is also
+reset and does not grow for a while; the count of good probes is reset too, because the path had
+been down. The path may return after `Policy.nprobes` good probes in a row, once all probes have
+been answered for the time of its *hold*.
 
 The hold grows with the number of *strikes*. Each failure while in use adds one strike; time in use
 without failure halves the number every `Policy.half_life_s`::
@@ -112,7 +112,7 @@ class Quarantine:
         return _hold_s(self._policy, self._strikes)
 
     def failed(self, now: float) -> None:
-        """Record a failure of the path: in use, add a strike; out of use, do the same as `bad`."""
+        """Record a failure of the path: add a strike if it is in use, else do the same as `bad`."""
         if not self.is_in_use:
             self.bad(now)
             return
@@ -138,7 +138,7 @@ class Quarantine:
     def carrier_up(self, now: float) -> None:
         """Make a probe due at once because a port of the path came up; no strike is removed.
 
-        The good probes so far do not count any more: the port had been down, even if no probe was
+        Earlier good probes no longer count, because the port had been down, even if no probe was
         sent during that time.
         """
         self._ngood = 0
@@ -147,7 +147,7 @@ class Quarantine:
     def hurry(self, now: float) -> None:
         """Make a probe due at once, and reset the pause, which then does not grow for a while.
 
-        If a probe has no result yet, the next one is due as usual after this result.
+        If a probe has no result yet, the next probe is due as usual after that result.
         """
         self._next_s = now
         self._pause_s = self._policy.spacing_s

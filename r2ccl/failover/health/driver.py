@@ -10,7 +10,7 @@ this rank reported down stays down until this rank withdraws that report. An exc
 rank counts as reported down, so after the exclusion ends it is down until this rank reports it up.
 
 Invariant: while a rank reports its own port of a rail down, it reports no other port of that rail.
-It could not observe that such a port works again, so its report would stay for ever.
+The rank could not observe that such a port works again, so its report would never be withdrawn.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class HealthAgreement:
     clock : Clock
     on_excluded : callable, optional
         ``on_excluded(excluded, included)``: called with two sets of (rank, rail): the rails that a
-        new health excludes in addition, and those that it does not exclude any more. Called before
-        this rank agrees to that health. Default: do nothing.
+        new health excludes in addition, and the rails that it no longer excludes. Called before
+        this rank agrees to the new health. Default: do nothing.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class HealthAgreement:
     def report_bandwidth(self, weights: Mapping[int, int], toward: Mapping[int, int]) -> None:
         """Report the measured bandwidth of this rank's rails.
 
-        Only shares that changed are sent, and none of a rail that this rank has reported down.
+        Only changed shares are sent. No share is sent for a rail that this rank has reported down.
 
         Parameters
         ----------
@@ -226,8 +226,8 @@ class HealthAgreement:
         ports : iterable of (int, int)
             Rank and rail of each rail to exclude or include.
         on_answer : callable
-            ``on_answer(refusal)``: called with an empty text once all ranks know of the change, or
-            with the reason why nothing was changed. Not called if a rank is lost meanwhile.
+            ``on_answer(refusal)``: called with an empty string once all ranks know of the change,
+            or with the reason why nothing was changed. Not called if a rank is lost before that.
         is_excluded : bool
 
         Raises

@@ -11,13 +11,14 @@ last collective that a rank has started, ``W`` the window::
 
     message           from -> to            action of the receiver
     --------------------------------------------------------------------------------------------
-    Report(news)      any -> coordinator    stores the news; begins a round unless one is running,
-                                            one ended less than `rest_s` ago, or nothing changes
+    Report(news)      any -> coordinator    stores the shares; begins a round unless a round is
+                                            running, a round ended less than `rest_s` ago, or
+                                            nothing changes
     Prepare(health)   parent -> children    passes it on, holds the health, promises to start
                                             nothing beyond reached + W until the Commit
-    Promise(v, r)     child -> parent       once its own and those of all children are here: sends
-                                            Promise(v, max(r)) to its parent; the coordinator
-                                            sends Commit(v, max(r) + W + 1)
+    Promise(v, r)     child -> parent       once it has its own promise and those of all children:
+                                            sends Promise(v, max(r)) to its parent; the
+                                            coordinator sends Commit(v, max(r) + W + 1)
     Commit(v, first)  parent -> children    passes it on, plans with version v from collective
                                             `first` on
     ExcludeRails      any -> coordinator    refuses it, or begins a round as for a Report
@@ -40,8 +41,8 @@ other, so they are numbered.) Let rank r start collective k.
 
 By 1, all ranks choose the health of k among the same commits. By 2, "the newest version whose
 first collective is at most k" is the same version on all ranks. By the same argument the health of
-some collectives is final before they start: while no promise is open, that of the W collectives
-after the last one started; while a promise is open, that of all collectives up to its limit.
+some collectives is final before they start. While no promise is open, these are the W collectives
+after the last one started; while a promise is open, these are all collectives up to its limit.
 
 Why the agreement makes progress
 --------------------------------
@@ -49,14 +50,14 @@ The thread that runs a rank's data loop answers a Prepare even during a collecti
 waits for no collective. A rank that does not answer is named in the log (`Late`). A dead rank
 ends the communicator and with it the agreement (`peer_lost`).
 
-W is at least 1. A rank that has not begun the collective which the others run can therefore begin
-it. Each round lets every rank start W more collectives, so the collectives continue however often
-reports arrive. With the default W = 1, a collective that takes longer than a round never waits, and
-a shorter one waits once, for the rest of the round. A larger W would avoid that wait too, but would
-delay the new plan by more collectives, which costs most when collectives are long. Short
-collectives are protected by a time instead: `rest_s` passes between a commit and the next round.
-A pause counted in collectives would delay news on a rank that runs none. During the pause, the
-reports of a flapping rail are merged.
+W is at least 1, so a rank that lags behind can begin the collective that the other ranks run. Each
+round lets every rank start W more collectives, so collectives continue even if reports arrive
+often. With the default W = 1, a collective that takes longer than a round never waits, and a
+shorter one waits once, for the rest of the round. A larger W would also avoid this wait, but would
+delay the new plan by more collectives, which costs most when collectives are long. To protect short
+collectives, `rest_s` passes between a commit and the next round. The pause is a time, because a
+pause counted in collectives would never end on a rank that runs none. During the pause, the reports
+of a flapping rail are merged.
 
 There is no I/O and no clock here: every time is a clock reading passed in. Invariant: all ranks get
 the same `Health` from `start` and `steady` for the same collective.
@@ -207,7 +208,7 @@ class Agreement:
 
         An event is a call of `report`, `adopt`, `exclude`, `on_message`, `tick` or `peer_lost`.
         Collectives planned with this health need no `start`; instead, before the next event, call
-        `skip_to` with the number of the last one of them.
+        `skip_to` with the number of the last of these collectives.
         """
         return self._member.steady if self.lost is None else None
 
@@ -261,8 +262,8 @@ class Agreement:
     def adopt(self, now: float, health: Health) -> list[Action]:
         """Take the shares in `health` as each rank's report on its own rails; call it on rank 0.
 
-        A communicator that is made from another one adopts its health and excluded rails, so that
-        failures need not be detected and reported again.
+        A new communicator adopts the health and excluded rails of the communicator from which it
+        is made, so that failures need not be detected and reported again.
         """
         if self.lost is not None:
             return []
@@ -317,7 +318,7 @@ class Agreement:
             raise InternalError(f"rank {self.rank}: {name} of rank {peer}: {exc.args[0]}") from exc
 
     def tick(self, now: float) -> list[Action]:
-        """Begin a postponed round if it is due; report, by `Late`, a round that takes too long."""
+        """Begin a postponed round if it is due; return `Late` for a round that takes too long."""
         if self.lost is not None:
             return []
         return self._begin(now) + self._look(now)

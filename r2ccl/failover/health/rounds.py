@@ -22,8 +22,8 @@ from r2ccl.failover.health.table import Findings, Health, RailShare
 class Report(msgspec.Struct, frozen=True, tag="health.report"):
     """Control message: new shares of rails, of the sender or a peer, as the sender sees them.
 
-    `number` counts the reports of the sender. A report may overtake the previous one, if the
-    previous one travels through other ranks and this one over a session opened in between.
+    `number` counts the reports of the sender. A report may overtake the previous report, if the
+    previous report travels through other ranks and the later one over a session opened in between.
     """
 
     news: tuple[RailShare, ...]
@@ -63,8 +63,9 @@ class Prepare(msgspec.Struct, frozen=True, tag="health.prepare"):
 class Promise(msgspec.Struct, frozen=True, tag="health.promise"):
     """Control message: promise of all ranks in the sender's subtree, valid until the `Commit`.
 
-    Each of these ranks starts at most `AgreementLimits.window` collectives beyond the last one that
-    it had started when it promised. `reached` is the highest number of these last collectives.
+    After its promise, each of these ranks starts at most `AgreementLimits.window` further
+    collectives. `reached` is the highest number of a collective that any of these ranks had started
+    when it promised.
     """
 
     version: int
@@ -168,8 +169,8 @@ class Member:
         Raises
         ------
         InternalError
-            If the version does not follow the one held, which must be committed, or the table is of
-            another size or configuration.
+            If the version does not follow the held version, if the held version is not committed,
+            or if the new table differs from the held table in size or configuration.
         """
         health, held = message.health, self.held
         if health.version <= held.version:
@@ -197,8 +198,8 @@ class Member:
         Raises
         ------
         InternalError
-            If the version is not held, or begins at a collective that may be planned already or
-            that precedes the first one of the version before.
+            If the version is not held. Also if its first collective may be planned already, or
+            precedes the first collective of the previous version.
         """
         version, first = message.version, message.first_op
         if version < self.held.version or (version == self.held.version and self.limit is None):
@@ -242,7 +243,7 @@ class Subtree:
         self.missing: frozenset[int] = frozenset()
 
     def begin(self, version: int) -> None:
-        """Begin to collect the promises for `version`; drop those for earlier versions."""
+        """Begin to collect the promises for `version`; drop promises for earlier versions."""
         self._version = version
         self._reached = 0
         self.missing = frozenset((self._rank, *self.children))
@@ -291,7 +292,7 @@ class Coordinator:
         self._numbers: dict[tuple[int, int, int], int] = {}
 
     def unheard(self, reporter: int, report: Report) -> tuple[RailShare, ...]:
-        """Return the news in `report` that no later report of `reporter` has replaced already.
+        """Return the shares in `report` that no later report of `reporter` has replaced.
 
         The number of the report is stored per rail, so that older reports can be recognized.
         """
@@ -304,7 +305,7 @@ class Coordinator:
         return tuple(found)
 
     def report(self, reporter: int, news: Sequence[RailShare]) -> None:
-        """Store the news from `reporter`.
+        """Store the shares in `news`, reported by rank `reporter`.
 
         Raises
         ------
@@ -316,7 +317,7 @@ class Coordinator:
         self._has_news = True
 
     def exclude(self, request: ExcludeRails) -> RailsExcluded:
-        """Let the next round carry out `request`, or refuse it; return the answer.
+        """Schedule `request` for the next round, or refuse `request`; return the answer.
 
         An exclusion that leaves a rank without a rail, or takes the last common rail from two
         ranks, is refused.
@@ -343,10 +344,11 @@ class Coordinator:
             self._excluded_from = self._newest.version + 1
 
     def begin(self, now: float) -> Prepare | None:
-        """Begin a round if the news changes the health, no round is running and the pause is over.
+        """Begin a round if reports change the health, no round is running and the pause is over.
 
         Return the message that begins the round, or None. A round is also run if a later request
-        undoes an earlier one: the answers to both name the version of that round.
+        undoes an earlier request, because the answers to both requests name the version of this
+        round.
         """
         if not self._has_news or self._is_running or now < self._rest_until:
             return None
@@ -368,9 +370,9 @@ class Coordinator:
 
 
 def _without_rail(before: Health, after: Health, ports: Iterable[tuple[int, int]]) -> str:
-    """Return the reason why `ports` must not be excluded; empty if they may be.
+    """Return the reason why `ports` must not be excluded; empty if they may be excluded.
 
-    `before` is the health without their exclusion, `after` the health with it.
+    `before` is the health without the exclusion of `ports`, `after` the health with the exclusion.
     """
     for rank in sorted({rank for rank, _ in ports}):
         if not after.capacity(rank):

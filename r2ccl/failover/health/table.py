@@ -155,8 +155,8 @@ class Health(msgspec.Struct, frozen=True):
         ----------
         news : iterable of RailShare
         excluded : iterable of (int, int), optional
-            The excluded rails of the next version. Default: those of this table. A rail that is
-            not excluded any more needs a share in `news`.
+            The excluded rails of the next version. Default: those of this table. A rail that is no
+            longer excluded needs a share in `news`.
 
         Raises
         ------
@@ -212,9 +212,9 @@ class Findings:
     `WHOLE` in the initial table count as reported by the rank that owns the rail.
 
     A rank measures an edge, which consists of its own port and the port it sends to; the slower
-    port limits the edge. In a ring, both edges at a slow port are slow. If a port sends over a slow
-    edge to a port that also sends over a slow edge, the former port therefore gets the share of the
-    faster of the two edges at it, the one out of it and the one into it::
+    port limits the edge. In a ring, both edges at a slow port are slow. Suppose that port A sends
+    over a slow edge to port B, and that B also sends over a slow edge. A then gets the share of the
+    faster of its own two edges, outgoing and incoming::
 
         edge       0 -> 1   1 -> 2   2 -> 3   3 -> 0
         measured     16        4        4       16
@@ -231,7 +231,7 @@ class Findings:
                 self.note(rank, [RailShare(rank, rail, health.share(rank, rail))])
 
     def note(self, reporter: int, news: Iterable[RailShare]) -> None:
-        """Store each report in `news` as the last one of `reporter` on that rail.
+        """Store each share in `news` as the last report of rank `reporter` on that rail.
 
         A share of `WHOLE` withdraws the report. The ranks and rails in `news` must exist; this is
         not checked.

@@ -4,10 +4,10 @@ A way is either a connection between ports of different rails (*cross way*), or 
 rank that forwards. The lower rank dials when no path to the peer on a home rail is up. It gives the
 control plane a list of ways; the first way that works becomes the bypass. On a fabric where all
 NICs reach each other, a cross way usually works before a third rank is asked. A bypass that fails
-is fenced, and its slices are replayed, as for any other path. Each round of the search begins at
-another place in the list of ways. The higher rank always accepts a bypass.
+is fenced, and its slices are replayed, as for any other path. Each round of the search begins at a
+different position in the list of ways. The higher rank always accepts a bypass.
 
-If the path to the peer on a TCP rail that is a last resort is up, only cross ways are tried, and
+While a path to the peer is up on a TCP rail that is a last resort, only cross ways are tried, and
 only in one round: third ranks need not forward data that can travel directly. If the home rails are
 RDMA rails, there is no search while a path to the peer on any TCP rail is up. No way begins at an
 excluded port of this rank or leads to an excluded port; a third rank may forward over any port.
@@ -48,7 +48,8 @@ class Bypasses:
         Home rails; all TCP rails; and the TCP rails that are used only as a last resort.
     fabric : str
         ``full``: NICs of different rails reach each other, so no third rank is asked; ``rail``:
-        they do not, so no cross way is tried; ``auto``: both are tried.
+        NICs of different rails do not reach each other, so only third ranks are asked; ``auto``:
+        both are tried.
     share : callable
         ``share(rank, rail)``: share of its bandwidth that a port has left, as far as known; 0:
         down.
@@ -122,18 +123,18 @@ class Bypasses:
             self._control.cancel_path(key.peer, BYPASS)
 
     def seek(self, peer: int) -> bool:
-        """Begin a round of the search for a way to `peer` if one is due.
+        """Begin a round of the search for a bypass to `peer` if a round is due.
 
-        No round is due at the higher rank of the pair. At the lower rank, none is due while a path
-        on a home rail is up, while the bypass is not down, or before the time that `connecting`,
-        `lost` or the previous round has set. While a path on another TCP rail is up, at most one
-        round is due; none if the home rails are RDMA rails.
+        No round is due at the higher rank of the pair. At the lower rank, no round is due while a
+        path on a home rail is up, while the bypass is not down, or before the time that
+        `connecting`, `lost` or the previous round has set. While a path on another TCP rail is up,
+        at most one round is due, or no round if the home rails are RDMA rails.
 
         Returns
         -------
         bool
-            True if ways were given to the control plane; False if no round is due, or there is no
-            way to try.
+            True if the control plane was told to dial; False if no round is due, or there is no
+            candidate to dial.
         """
         now = self._clock()
         if (
@@ -158,9 +159,10 @@ class Bypasses:
         return any(self._paths[PathKey(peer, rail)].state is PathState.UP for rail in rails)
 
     def _ways(self, peer: int, nrounds: int, *, with_forwarders: bool) -> list[BypassWay]:
-        """Return ways to `peer`, alternating between the two kinds.
+        """Return the ways to dial `peer`, alternating between other rails and third ranks.
 
-        Within each kind, the likeliest come first; later rounds begin at another place in the list.
+        Within each kind, the ways most likely to work come first; later rounds begin at a different
+        position in the list.
         """
         cross: list[BypassWay] = [] if self._fabric == "rail" else self._cross_ways(peer, nrounds)
         others: list[BypassWay] = []
@@ -191,13 +193,13 @@ class Bypasses:
         return _turned(ways, nrounds * (MAX_WAYS if len(ways) > MAX_WAYS else 1))
 
     def _forwarders(self, peer: int, nrounds: int) -> list[BypassWay]:
-        """Return ways through third ranks, over every TCP rail that may lead to them.
+        """Return ways to dial `peer` through third ranks, over every TCP rail that may reach them.
 
-        Ways through third ranks that share a working rail with `peer`, as far as known, come first;
-        the search ends after `MAX_WAYS` such ranks. These ways and the others are ordered alike:
-        first one way per third rank, over the rail that most likely works, then one per third rank
-        over its next rail, and so on. If rails are equally likely to work, the first one differs
-        from one third rank to the next, because a rail may have failed unnoticed.
+        Third ranks that, as far as known, share a working rail with `peer` come first, followed by
+        all other third ranks; the search ends after `MAX_WAYS` ranks of the first group. Within
+        both groups, the first ways use the rail of each third rank that most likely works, the next
+        ways its second rail, and so on. If rails are equally likely to work, different third ranks
+        begin with different rails, because a rail may have failed unnoticed.
         """
         # The first rank depends on the pair; each round starts after the ranks of the last one.
         first = self._rank + peer + 1 + nrounds * MAX_WAYS
@@ -237,7 +239,7 @@ class Bypasses:
 
 
 def _turned(items: Sequence[Any], by: int) -> list[Any]:
-    """Return the items rotated left by `by` places."""
+    """Return the items rotated left by `by` positions."""
     at = by % len(items) if items else 0
     return [*items[at:], *items[:at]]
 

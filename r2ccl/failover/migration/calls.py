@@ -22,8 +22,8 @@ class Calls(Generic[_C]):
     Parameters
     ----------
     context_id : int
-        Number of the communicator among those that its ranks have open; 0: the job's first one. For
-        messages: see `message_context`.
+        Number of the communicator, unique among the communicators that its ranks have open; 0 for
+        the job's first communicator. For messages, see `message_context`.
 
     Attributes
     ----------
@@ -35,14 +35,14 @@ class Calls(Generic[_C]):
         Packed signatures of the last `HISTORY` calls, by number of the call. Calls that did not use
         the links are left out.
     pairs : mapping of (int, bool) to int, or None
-        Packed signatures, if each pair of ranks has its own: key (peer, False) for the slices from
-        a peer, (peer, True) for those to a peer. None: ``signature`` is that of all slices.
+        Packed signatures if they differ between pairs of ranks: key (peer, False) for the slices
+        from a peer, (peer, True) for the slices to a peer. None: all slices have ``signature``.
     ahead : dict
         Signatures that peers sent for calls that this rank has not started, by number of the call.
         Each value is a dict used as an ordered set. Its keys are (signature, peer, is_sent);
-        ``is_sent`` is True if the signature is that of the slices that this rank sends to the peer.
+        ``is_sent`` is True if the signature belongs to the slices that this rank sends to the peer.
     seen : dict of int to int
-        Per peer, number of the last call of which a frame has arrived from that peer.
+        Per peer, number of the last call for which a frame has arrived from that peer.
     consumers : mapping
         `Consumer` of each link channel of the current call.
     busy : dict of int to int

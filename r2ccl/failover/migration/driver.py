@@ -162,8 +162,8 @@ class Migration:
         """Ask `peer` to close the paths between it and this rank, because they are idle.
 
         The peer fences its ends, and this end follows; a path that is down here is closed at once.
-        The steps are those after a failure, without diagnosis and failback, so a slice that the
-        peer has just sent is not lost: it is replayed once the paths are connected again.
+        The steps are the same as after a failure, without diagnosis and failback. A slice that the
+        peer has just sent is therefore not lost: it is replayed once the paths are connected again.
         """
         _log.info("rank %d: the paths to rank %d are idle and are closed", self._rank, peer)
         self._note_closed(peer)
@@ -230,7 +230,7 @@ class Migration:
         """Return whether the connection to `peer` is complete.
 
         At least one path to `peer` must be up; a bypass counts. Every path on a rail must be up,
-        except those on the rails `apart` and those with a port that is known to be down.
+        except paths on the rails in `apart` and paths with a port that is known to be down.
         """
         if peer in self.cut_off:
             return False
@@ -346,12 +346,12 @@ class Migration:
             self._apply(path, step(path, PathEvent.FENCED))
 
     def on_opened(self, peer: int, rail: int, epoch: int, endpoint: Any) -> None:
-        """Open the path with an authenticated connection of `epoch`, or close an unwanted one.
+        """Open the path with an authenticated connection of `epoch`, or close the connection.
 
-        A connection is unwanted if `epoch` is not the current one, the path is not down, the paths
-        to `peer` are closed as idle, or the communicator has ended. A second connection for the
-        current epoch of a path that is up means that the peer does not use the first one, so the
-        path fails.
+        The connection is closed if `epoch` is not the current epoch, if the path is not down, if
+        the paths to `peer` are closed as idle, or if the communicator has ended. A second
+        connection for the current epoch of a path that is up means that the peer does not use the
+        first connection, so the path fails.
 
         Parameters
         ----------
@@ -468,7 +468,8 @@ class Migration:
     def _info(self) -> int:
         """Log level of a path that goes out of use: DEBUG while this rank leaves, else INFO.
 
-        While all ranks leave, those that finish first close their connections: no failure.
+        While all ranks leave, the first ranks to finish close their connections, which is not a
+        failure.
         """
         return logging.DEBUG if self._revocation.is_leaving else logging.INFO
 

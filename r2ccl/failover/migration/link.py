@@ -20,8 +20,8 @@ receives; eager slices may arrive before their receive is posted.
 
 When a path is fenced at both ends, the receiver's report (``received`` and the slices that arrived
 ahead of a missing one) decides what the sender replays: exactly its slices of that path that are
-not in the report. A slice that the failure interrupted is not in the report; all of it is sent
-again.
+not in the report. A slice that the failure interrupted is not in the report; it is sent again
+completely.
 
 Memory of a cleared slice is released when the peer has confirmed the slice *and* the send request
 is retired (the transport reported it sent, or its path was fenced). Both are needed: a
@@ -173,10 +173,11 @@ class SendLink:
     ) -> tuple[Slice, PathKey | None] | None:
         """Record a landing place of `nbytes` that the peer announced on `path` for slice `seq`.
 
-        `token` is passed back to the transport with the slice. Return None if the slice is not
-        posted yet. Else return the slice, which the caller writes now, and the path that it was
-        lost on, or None if `resume` has already been called for that path. The call of `resume` may
-        come later, because the peer's report may arrive after the new landing place.
+        `token` is passed back to the transport with the slice. If the slice is not posted yet,
+        return None. Otherwise return the slice, which the caller writes now, and the path on which
+        the slice was lost. This path is None if the slice was not lost, or if `resume` has already
+        been called for the path. `resume` may be called later, because the peer's report may arrive
+        after the new landing place.
 
         Raises
         ------
@@ -398,11 +399,11 @@ class RecvLink:
     def early_ack(self, landing: Landing) -> int:
         """Return the count that the transport may confirm as soon as it has the slice of `landing`.
 
-        0 means that the transport must not confirm by itself. A confirmation covers all earlier
-        slices too, and only slices on one path keep their order. The count is therefore 0 unless
-        every slice still expected travels on the path of `landing`. It is also 0 for a slice that
-        is not the last of its call, and for one that may be a replay: a replay overtakes queued
-        slices, so its arrival does not prove that they arrived.
+        0 means that the transport must not confirm by itself. A confirmation also covers all
+        earlier slices, and only slices on one path keep their order. The count is therefore 0
+        unless every slice still expected travels on the path of `landing`. The count is also 0 for
+        a slice that is not the last of its call, and for a slice that may be a replay: a replay
+        overtakes queued slices, so its arrival does not prove that these slices arrived.
         """
         if not landing.is_last or landing.was_lost:
             return 0
@@ -424,10 +425,11 @@ class RecvLink:
         return True
 
     def take(self) -> tuple[Landing, int, memoryview | bytes | None] | None:
-        """Remove the next slice in order; return its receive, the peer's call and the payload.
+        """Remove the next slice in order; return its posted receive, the call and the payload.
 
-        Return None if the slice has not arrived or has no posted receive. The payload is None if
-        the data is in the landing place.
+        The call is the number of the call in which the peer sent the slice. The payload is None if
+        the data is in the landing place. Return None instead if the slice has not arrived or has no
+        posted receive.
         """
         seq = self.delivered
         if seq not in self.arrivals or seq not in self.landings:
@@ -436,7 +438,7 @@ class RecvLink:
         return self.landings.pop(seq), *self.arrivals.pop(seq)
 
     def consume(self) -> None:
-        """Count the oldest delivered slice that is not consumed as consumed; it may be confirmed.
+        """Mark the oldest unconsumed of the delivered slices as consumed; it may now be confirmed.
 
         Raises
         ------

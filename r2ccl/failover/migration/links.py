@@ -117,7 +117,7 @@ class Links:
         self._drops_messages = False
 
     def add_peer(self, peer: int) -> list[Path]:
-        """Create the paths to `peer`, all down; return those on rails, without the bypass."""
+        """Create the paths to `peer`, all down; return the paths on rails, without the bypass."""
         self.peers.add(peer)
         self.note_connected(peer)
         added = [Path(PathKey(peer, rail)) for rail in self._rails]
@@ -253,7 +253,7 @@ class Links:
         return awaited
 
     def last_op_of(self, peer: int) -> int:
-        """Return the number of the last collective of which a frame has arrived from `peer`.
+        """Return the number of the last collective for which a frame has arrived from `peer`.
 
         Only collectives of the job's first communicator count; 0: no frame has arrived.
         """
@@ -372,9 +372,9 @@ class Links:
         """Pass the slices that have arrived and have a posted receive to their consumers, in order.
 
         Slices of a call that has ended are dropped. For a slice without a posted receive,
-        `Calls.on_unposted` is called; if that is None, the slice waits. A slice that the peer sent
-        in a later call than that of the receive is dropped, and reported (`on_later_call`): in the
-        call of the receive, the peer has sent less than this rank expects.
+        `Calls.on_unposted` is called; if that is None, the slice waits. If the peer sent a slice in
+        a later call than the call of the receive, the slice is dropped and reported
+        (`on_later_call`): the peer has sent less in the call of the receive than this rank expects.
         """
         calls = self.calls[link.channel >> CONTEXT_SHIFT]
         while link.delivered in link.arrivals:
@@ -401,7 +401,7 @@ class Links:
         link.post(None, calls.op, calls.signature, consumer, link.peer)
 
     def consume(self, link: RecvLink, is_eager: bool) -> None:
-        """Count the oldest delivered slice that is not consumed yet as consumed.
+        """Mark the oldest unconsumed of the delivered slices as consumed.
 
         A cleared slice is confirmed when the data loop advances next (`Progress.advance`). An eager
         slice is confirmed with the next frame of its channel to the peer, by `confirm_all`, or once
@@ -441,7 +441,7 @@ class Links:
         token : object
             Token of the landing place; None sends the slice eagerly.
         is_replay : bool
-            True sends a cleared slice ahead of the queued ones that are not replays; see
+            If True, a cleared slice is sent ahead of queued slices that are not replays; see
             `Transport.isend`.
         """
         key = item.path
@@ -491,9 +491,9 @@ class Links:
         link : SendLink
         item : Slice
         lost : PathKey or None
-            Path that the slice was lost on, if `resume` has not been called for it yet; see
-            `SendLink.cleared`. `resume` does not find the slice any more, so its loss is recorded
-            here.
+            Path on which the slice was lost, if `resume` has not been called for this path yet; see
+            `SendLink.cleared`. `resume` will no longer find the slice, so this call records the
+            loss.
         token : object
             Token of the new landing place.
         """
@@ -517,16 +517,16 @@ class Links:
         self.touch_channel(link.channel)
 
     def _note_lost(self, path: PathKey, slices: list[Slice]) -> None:
-        """Record in `balance` that the cleared `slices` are not in flight on `path` any more."""
+        """Record in `balance` that the cleared `slices` are no longer in flight on `path`."""
         nlost = sum(item.owner.is_bandwidth_sample for item in slices)
         if nlost and self.balance is not None:
             self.balance.dropped(path.rail, self.polled_s, nlost)
 
     def release(self, slices: list[Slice]) -> None:
-        """Notify the consumers of the cleared slices in `slices` that these are released.
+        """Notify the consumers of the cleared slices in `slices` that these slices are released.
 
-        Also pass those that belong to a bandwidth sample, and were not lost with a path, to
-        `balance`.
+        Also record in `balance` the slices that belong to a bandwidth sample and were not lost with
+        a path.
         """
         balance = self.balance
         for item in slices:
@@ -537,7 +537,7 @@ class Links:
                     balance.confirmed(item.path.rail, self.polled_s, len(item.view))
 
     def note_retired(self, link: SendLink) -> None:
-        """Notify the consumers of those cleared slices of `link` that are newly retired."""
+        """Notify the consumers of the cleared slices of `link` that have just been retired."""
         for item in link.newly_retired():
             if not item.is_eager:
                 item.owner.on_retired(item.index)

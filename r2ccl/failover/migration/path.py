@@ -10,9 +10,13 @@ both ends detect the failure at the same time, the exchange is the same. Each co
 ends an *epoch*: announcements of earlier epochs are stale, and the path is connected again only
 under the number of the next epoch, which the handshake of the new connection includes.
 
-The events are FAILED, this end found evidence of a failure; ANNOUNCED, the peer's announcement
-arrived; FENCED and OPENED, the fence or the connection of this end is done; and CLOSED, this rank
-closes the path because it is idle, with the same exchange as after a failure.
+The events are:
+
+- FAILED: this end found evidence of a failure.
+- ANNOUNCED: the peer's announcement arrived.
+- FENCED: the fence of this end is done.
+- OPENED: this end is connected.
+- CLOSED: this rank closes the path because it is idle, with the same exchange as after a failure.
 
 ::
 
@@ -78,12 +82,13 @@ class PathAction(enum.Enum):
 
 
 class Announcement(msgspec.Struct, frozen=True, tag="announcement"):
-    """Control message: the sender's end of a path is fenced; reports which slices it received.
+    """Control message: the sender has fenced its end of a path, and reports the received slices.
 
-    ``cause`` is the sender's `Path.cause`. ``links`` has one report per link from the receiver of
-    the message to its sender. ``routes`` maps each channel without a route to the rail that the
-    sender proposes for it. It is empty in the higher rank's announcement, and if no path is up.
-    ``is_idle`` is True if the path did not fail, but was closed because it was idle.
+    ``cause`` is the sender's `Path.cause`. ``links`` has one report for each link on which the
+    receiver of this message sends slices to the sender. ``routes`` maps each channel without a
+    route to the rail that the sender proposes for the channel. ``routes`` is empty if the sender
+    has the higher rank or no path is up. ``is_idle`` is True if the path did not fail, but was
+    closed because it was idle.
     """
 
     rail: int
@@ -95,11 +100,11 @@ class Announcement(msgspec.Struct, frozen=True, tag="announcement"):
 
 
 class ConnectPaths(msgspec.Struct, frozen=True, tag="connect_paths"):
-    """Control message: the sender connects data paths to the receiver, which must do the same."""
+    """Control message: the sender connects data paths to the receiver, which must do so too."""
 
 
 class ClosePaths(msgspec.Struct, frozen=True, tag="close_paths"):
-    """Control message: asks the receiver to close the paths to the sender, which are idle."""
+    """Control message: asks the receiver to close its idle paths to the sender."""
 
 
 class Path:
@@ -164,7 +169,7 @@ def step(path: Path, event: PathEvent) -> tuple[PathAction, ...]:
 
 
 def announced(path: Path, announcement: Announcement) -> tuple[PathAction, ...]:
-    """Handle the peer's announcement and return the actions; ignore a stale or repeated one.
+    """Handle the peer's announcement and return the actions; if it is stale or repeated, none.
 
     Raises
     ------
@@ -185,7 +190,7 @@ def announced(path: Path, announcement: Announcement) -> tuple[PathAction, ...]:
 
 
 def ended(path: Path) -> None:
-    """Begin the next epoch of `path`; called once this end has resumed."""
+    """Begin the next epoch of `path`; called after this end has resumed."""
     path.epoch += 1
     path.announcement = None
 
@@ -199,8 +204,8 @@ def choose_routes(
 ) -> dict[int, PathKey]:
     """Assign `channels` to paths, in proportion to the weights of the paths.
 
-    Each channel goes to the path with the least (load + 1) / weight. Ties go to the path with the
-    larger weight, then to the one with the smaller crowd, then to the lower rail.
+    Each channel goes to the path with the least (load + 1) / weight. A tie goes to the path with
+    the larger weight, then with the smaller crowd, then with the lower rail.
 
     Parameters
     ----------

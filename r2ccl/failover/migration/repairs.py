@@ -30,11 +30,11 @@ class Repair(msgspec.Struct):
         Time when both ends were fenced and this end began to use other paths. 0: not yet.
     first_byte_s : float
         Arrival time, over any path, of the first byte of a slice that this end lacked at its fence.
-        For an eager slice, and for any slice over RDMA, the arrival time of the whole slice. 0: not
-        yet, no slice was missing, or the slice arrived before this end resumed. Only the first
-        missing slice of each channel counts.
+        For an eager slice, and for any slice over RDMA, this is the arrival time of the whole
+        slice. 0: no slice was missing, the slice has not arrived yet, or it arrived before this end
+        resumed. Only the first missing slice of each channel counts.
     moved : dict of int to int
-        Each channel that used the path, and the rail that it had when this end resumed
+        Each channel that used the path, and the rail of the channel when this end resumed
         (`r2ccl.types.BYPASS` for a bypass); empty if no channel used the path, or no path was left.
     nbytes_replayed : int
         Payload bytes that this rank sent again.
@@ -59,9 +59,9 @@ class Repair(msgspec.Struct):
 class RepairLog:
     """Log of a rank's path failures and repairs.
 
-    ``repairs`` has the last `_KEPT` records, oldest first. ``open`` has those that are resumed and
-    still wait for the first byte of a missing slice, each with the number of the first missing
-    slice of each channel.
+    ``repairs`` has the last `_KEPT` records, oldest first. ``open`` has the records that are
+    resumed but still wait for the first byte of a missing slice. Each of these records is stored
+    with the number of the first missing slice of each channel.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,8 @@ class RepairLog:
     def failed(self, key: PathKey, epoch: int, cause: str, now: float) -> None:
         """Add a record: path `key` failed in `epoch`, for the reason `cause`.
 
-        `now` is the time of the failure in seconds; in the other methods, that of the event.
+        `now` is the time of the failure in seconds. In the other methods, `now` is the time of the
+        event that the method records.
         """
         if len(self.repairs) == _KEPT:
             dropped = self.repairs.popleft()
@@ -114,10 +115,10 @@ class RepairLog:
                 self.open.append((repair, awaited))
 
     def replayed(self, lost_on: tuple[PathKey, int] | None, nbytes: int) -> None:
-        """Add `nbytes` to the replayed bytes of the failure that lost the slice.
+        """Add the `nbytes` bytes of a replayed slice to the record of the failure that lost it.
 
-        `lost_on` is the path and the epoch of that failure. Do nothing if it is None (the slice is
-        sent for the first time), or if the newest record of the path is not of this epoch.
+        `lost_on` is the path and the epoch of that failure. Do nothing if `lost_on` is None (the
+        slice is sent for the first time), or if the newest record of the path is not of this epoch.
         """
         if lost_on is not None:
             for repair in self._last(*lost_on):
@@ -126,7 +127,7 @@ class RepairLog:
     def arrived(self, path: PathKey, channel: int, seq: int, began_s: float) -> None:
         """Set the first-byte time of the open repairs that wait for slice `seq` of `channel`.
 
-        `path` is the path that the slice arrived on, `began_s` is `Arrived.began_s` of its event.
+        The slice arrived on `path`. `began_s` is `Arrived.began_s` of the event of this arrival.
         """
         for each in list(self.open):
             repair, awaited = each
@@ -141,7 +142,7 @@ class RepairLog:
                 repair.restored_s = now
 
     def sequel(self, key: PathKey, epoch: int) -> str:
-        """Return a description of the repair of `key` in `epoch`; empty if it is not done.
+        """Return a description of the repair of `key` in `epoch`; empty before this end resumes.
 
         The text is also empty if the newest record of the path is not of this epoch.
         """

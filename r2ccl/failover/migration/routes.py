@@ -68,9 +68,9 @@ class Routes:
         self.reroute(peer)
 
     def begin(self, peer: int, channel: int) -> None:
-        """Assign a route to the two new links of (peer, channel), if a path to `peer` is up.
+        """Assign a route to the two new links with `peer` on `channel`, if a path to `peer` is up.
 
-        As `reroute` does, also assign routes to the other channels to `peer` that have none.
+        Other channels to `peer` that have no route also get one, as in `reroute`.
         """
         self._set(peer, channel, self._home(peer, channel))
         self.reroute(peer)
@@ -84,14 +84,14 @@ class Routes:
         return lost
 
     def rails(self, peer: int, channels: Iterable[int]) -> dict[int, int]:
-        """Return the rail of each of `channels` to `peer`; those without a route are left out."""
+        """Return the rail of each of `channels` to `peer`; omit channels without a route."""
         routes = {channel: self._links.senders[peer, channel].route for channel in channels}
         return {channel: route.rail for channel, route in routes.items() if route is not None}
 
     def proposal(self, peer: int) -> dict[int, int]:
-        """Return the rail to propose to `peer` for each channel that has no route to it.
+        """Return the rail to propose to `peer` for each channel that has no route to `peer`.
 
-        The result is empty if no path to `peer` is up. No route is assigned yet.
+        The result is empty if no path to `peer` is up. This method assigns no route.
         """
         return {channel: key.rail for channel, key in self._choose(peer).items()}
 
@@ -139,10 +139,10 @@ class Routes:
         return self._homes[local_channel(channel) % len(self._homes)]
 
     def _choose(self, peer: int) -> dict[int, PathKey]:
-        """For each channel to `peer` that has no route, choose one of the paths that are up.
+        """Return a path that is up for each channel to `peer` that has no route.
 
         Only channels away from their home rail count as load. The channels of one schedule that
-        lost their home rail are therefore spread over all paths, whatever schedules ran before.
+        lost their home rail are therefore spread over all paths, regardless of earlier schedules.
         Channels on their home rail only break ties.
         """
         unrouted: list[int] = []

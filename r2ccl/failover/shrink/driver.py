@@ -6,12 +6,13 @@ communicator, whose sessions between survivors remain open after its data plane 
 message from another rank may arrive before this rank knows of any failure, so an `EventQueue`
 receives the control messages from the start of the communicator. The new communicator is called
 the *successor*. A failure to connect the successor does not show that a rank is gone: only the old
-control planes report that. If they still reach all members, a member was only late, and the
-survivors make another attempt with the same members.
+control planes report lost ranks. If these control planes still reach all members, a member was only
+late, and the survivors make another attempt with the same members.
 
-The thread that calls `regroup` owns the `Shrinking` table and connects the successor. For shrink,
-the control thread only queues events, and interrupts a connection attempt that can no longer
-succeed.
+The thread that calls `regroup` owns the `Shrinking` state machine and connects the successor. For
+shrink, the control thread only queues events, and interrupts a connection attempt that can no
+longer succeed.
+
 Invariants: every wait ends by the deadline; when `regroup` ends, every successor that it does not
 return is closed.
 """
@@ -45,7 +46,7 @@ News: TypeAlias = tuple[int, Message | str]
 
 
 class Successor(Protocol):
-    """Communicator of the survivors, as `regroup` uses it; not connected when it is made."""
+    """New communicator of the survivors, as `regroup` uses it; initially not connected."""
 
     def connect(self) -> None:
         """Connect to all members, or raise and leave nothing open.
@@ -62,12 +63,12 @@ class Successor(Protocol):
     def revoke(self, why: str) -> None:
         """End the communicator on all ranks, so that a running `connect` raises.
 
-        Any thread may call it. It does not block.
+        Any thread may call this method. It does not block.
         """
         ...
 
     def abort(self, why: str) -> None:
-        """Close this rank's end in bounded time; `why` is the reason that messages state."""
+        """Close this rank's end in bounded time; `why` is the reason, for messages."""
         ...
 
 
@@ -99,7 +100,7 @@ class Building:
         """Return whether `news` makes this attempt pointless.
 
         The attempt is pointless once a member is lost, or has sent any message other than `Built`:
-        that member takes no part in this attempt any more.
+        that member no longer takes part in this attempt.
         """
         peer, what = news
         return peer in self._members and not isinstance(what, Built)
@@ -115,7 +116,7 @@ class Building:
 
 
 class EventQueue:
-    """Control handler that queues the events that shrink needs, and passes the others on.
+    """Control handler that queues the events that shrink needs, and passes on other events.
 
     Parameters
     ----------
@@ -123,7 +124,7 @@ class EventQueue:
         This rank in the old communicator, for errors.
     handler : ControlHandler
         Handler (the engine) that gets all events except the messages of shrink. Losses and
-        `Goodbye` messages are queued here and passed to it too.
+        `Goodbye` messages are queued here and also passed to the handler.
     """
 
     def __init__(self, rank: int, handler: ControlHandler) -> None:
@@ -178,8 +179,8 @@ class EventQueue:
     def end(self, why: str) -> None:
         """Cancel shrink for the reason `why`.
 
-        A running call of `regroup`, unless it is about to return, and all later ones raise
-        `CommunicatorRevoked`.
+        A running call of `regroup` raises `CommunicatorRevoked`, unless it is about to return. All
+        later calls raise the same error.
         """
         with self._changed:
             self._end = self._end or why
@@ -239,12 +240,12 @@ def regroup(
     Parameters
     ----------
     table : Shrinking
-        New table of this rank, with the quorum.
+        State machine of this rank, newly made with the quorum rule.
     event_queue : EventQueue
         Handler of `control` since its start.
     control : ControlPlane
         Control plane of the old communicator, still running. The data plane of the old
-        communicator must not be used any more.
+        communicator must no longer be used.
     make : callable
         ``make(control, members)`` returns the successor, not connected. ``control`` is the new
         control plane. The successor owns it; if `make` raises, `make` has closed it. ``members``
@@ -260,7 +261,7 @@ def regroup(
     Raises
     ------
     NoQuorum
-        If the ranks that survive, as far as this rank knows, have no quorum.
+        If the survivors that this rank knows of have no quorum.
     TransportTimeout
         If a rank did not call `shrink`, did not agree or could not be connected within
         ``config.init_timeout_s`` of the old communicator. The message names the ranks.
@@ -304,7 +305,7 @@ class _Regrouping(Generic[_S]):
         self._retry_at = math.inf
 
     def run(self) -> _S:
-        """Execute the steps of the table until the successor is ready, and return the successor."""
+        """Execute the steps of `Shrinking` until the successor is ready; return the successor."""
         while True:
             step = self._table.step
             if step is ShrinkStep.GO_ON:

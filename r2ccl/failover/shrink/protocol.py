@@ -22,12 +22,12 @@ remaining steps::
                                             until that View is agreed: another rank may use it
 
 A rank that uses the new communicator sends no further View, and a larger set that counts this rank
-as alive cannot be agreed without its View. Therefore either all ranks alive use the communicator
-that was agreed on, or none does: a rank that has built the communicator receives ``Done`` from
-every rank that used it earlier, unless the receiver counts the sender as gone. If a rank dies too
-late to be excluded, its loss is the first failure of the new communicator, which can be shrunk
-again. No rank uses the new communicator before all members have built it, so a rank that failed to
-build is not left behind.
+as alive cannot be agreed without a View of this rank. Therefore either all ranks alive use the
+communicator that was agreed on, or none does: a rank that has built the communicator receives
+``Done`` from every rank that used it earlier, unless the receiver counts the sender as gone. If a
+rank dies too late to be excluded, its loss is the first failure of the new communicator, which can
+be shrunk again. No rank uses the new communicator before all members have built it, so a rank that
+failed to build is not left behind.
 
 A rank that receives a View in which it is listed as gone counts the sender as gone too, whether or
 not the sender was right. A stopped process that resumes, and the smaller side of a partition,
@@ -295,7 +295,7 @@ class Shrinking:
     def unbuilt(self) -> list[int]:
         """Return the other ranks that are not gone and not known to have built the communicator.
 
-        Such a rank has sent no Built, or its last one differs from this rank's last View.
+        Such a rank has sent no Built, or its last Built differs from this rank's last View.
         """
         return [rank for rank in self._others() if self._built.get(rank) != self._told]
 
@@ -308,9 +308,9 @@ class Shrinking:
     def _may_go_on(self) -> bool:
         """Return whether this rank may use the communicator that it has built.
 
-        It may if another member uses this communicator already. It also may if all members have
-        built the communicator and this rank has sent no View since that agreement. A rank that was
-        lost after this rank sent its last View still counts as a member.
+        This rank may do so if another member already uses the communicator, or if all members have
+        built it and this rank has sent no View since they agreed on it. A rank that was lost after
+        this rank sent its last View still counts as a member.
         """
         if self._held is None:
             return False

@@ -3,9 +3,9 @@
 `r2ccl.flowsim.loops.state` defines the terms. A model of port sharing takes from ``starting`` the
 links whose next slice may be sent, and calls `goes_on_a_wire` for each. If the result is True, the
 model calls `sent` when the slice is sent completely; for a slice that takes no time to send,
-`land_and_reduce` calls it. A waiter is in at most one queue: the queue of the first op of which it
-needs more slices, or the queue of its lane. The waiter is woken when enough slices of that op are
-done, or when the lane is free to reduce.
+`land_and_reduce` calls `sent`. A waiter is in at most one queue: the queue of the first op from
+which the waiter needs more slices, or the queue of its lane. The waiter is woken when enough slices
+of that op are done, or when the lane is free to reduce.
 
 The rules are those of `r2ccl.schedule.ir`: if an op and its dependency work on the same chunk
 index, slice k of the op waits for slice k of the dependency; otherwise every slice waits for the
@@ -104,7 +104,7 @@ def _advance(s: FlowState, link: int) -> None:
 def _act(s: FlowState, row: int, me: Any, number: int, waiter: int) -> bool:
     """Finish an op's slice, or start its reduction; return True.
 
-    If the lane is busy with another reduction, queue `waiter` there and return False.
+    If the lane is busy with another reduction, queue `waiter` at the lane and return False.
     """
     op = me.op_base + row
     if s.reduction_rate == 0 or not s.rows[row].is_reducing:
@@ -152,7 +152,7 @@ def _deliver(s: FlowState, link: int) -> None:
 def _land(s: FlowState, link: int) -> None:
     """Process the landing of the link's next slice: finish it for its SEND, and deliver it.
 
-    If an earlier slice of the link waits for delivery, this slice is delivered after that one.
+    If an earlier slice of the link waits for delivery, this slice is delivered after that slice.
     """
     me = s.links[link]
     row = s.messages[me.landing].send
@@ -231,7 +231,7 @@ def wake(s: FlowState) -> None:
 def begin(s: FlowState) -> None:
     """Start the links and local ops that depend on nothing, and queue all others as waiters.
 
-    Only the first call does anything.
+    Later calls do nothing.
     """
     if s.counts[BEGUN] > 0:
         return

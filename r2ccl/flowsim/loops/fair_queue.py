@@ -3,11 +3,11 @@
 A slice is queued at its egress port and at its ingress port at the same time, and is sent
 completely when both have served it. A port that is not the bottleneck of a slice serves it early
 and then has more bandwidth for its other slices. Over several slices a link therefore gets about
-its max-min fair share. An event costs a few operations on the heap and on the sorted queues of its
-ports; rates of other links are not computed. The time of a single slice may be inaccurate. Compared
-with `r2ccl.flowsim.loops.max_min`, rings take the same simulated time, double binary trees and
-packed trees over 8 nodes take from 2.1 % less to 0.7 % more, and 28 packed trees with 16 slices per
-chunk over 1,024 nodes take 2.8 % less.
+its max-min fair share. An event costs a few operations on the heap and on the sorted queues of the
+ports involved; rates of other links are not computed. The time of a single slice may be inaccurate.
+Compared with `r2ccl.flowsim.loops.max_min`, rings take the same simulated time, double binary trees
+and packed trees over 8 nodes take from 2.1 % less to 0.7 % more, and 28 packed trees with 16 slices
+per chunk over 1,024 nodes take 2.8 % less.
 
 Between two events, `FlowState.heap` holds for each busy port the time at which it finishes its next
 slice.
@@ -107,7 +107,7 @@ def _part_left(s: FlowState, seat: int, port: int) -> float:
 
 @inlined
 def lift(s: FlowState, link: int) -> None:
-    """Remove a link from its two ports; set ``left`` to the bytes it has not sent."""
+    """Remove a link from its two ports; set ``left`` to the bytes not yet sent."""
     me = s.links[link]
     me.state = IDLE
     sent_less = _part_left(s, 2 * link, me.egress)
@@ -127,7 +127,7 @@ def _start(s: FlowState) -> None:
 
 @inlined
 def _serve(s: FlowState, port: int) -> None:
-    """Remove the slices that the port has served; finish those that both ports have served."""
+    """Remove the slices that the port has served; finish each slice that both ports have served."""
     settle(s, port)
     here = s.ports[port]
     here.virtual = s.seats[here.head].mark  # removes the rounding error of `settle`

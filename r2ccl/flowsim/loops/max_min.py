@@ -1,4 +1,4 @@
-"""Max-min fair port sharing: no rate can grow without reducing one that is equal or smaller.
+"""Max-min fair port sharing: no rate can grow without reducing an equal or smaller rate.
 
 Between two batches of events, every link that is sending a slice has its max-min fair rate, and
 `FlowState.heap` holds the time at which that slice ends.
@@ -9,12 +9,13 @@ all links that share a port with it, directly or through further links, are reco
 
 Batches
 -------
-At each event, the slices that are due end in one batch, and with them slices of which at most
-``tolerance`` times their size is left. The search for these descends the heap only below slices
-that end, so it may miss a slice below one that does not end. The bytes left are sent with the
-link's next slice, so no port exceeds its bandwidth; the bytes left of a link's last slice are not
-sent. In measurements of rings, double binary trees and packed trees over 8 nodes, a tolerance of
-0.001 changes the total time by less than 0.01 %, and a tolerance of 0.01 by less than 0.05 %.
+At each event, one batch ends the slices that are due and the slices whose remaining bytes are at
+most ``tolerance`` times their size. The search for such slices descends the heap only from entries
+of slices that end, so it may miss a slice below the entry of a slice that does not end. The
+remaining bytes are sent with the link's next slice, so no port exceeds its bandwidth; the remaining
+bytes of a link's last slice are not sent. In measurements of rings, double binary trees and packed
+trees over 8 nodes, a tolerance of 0.001 changes the total time by less than 0.01 %, and a tolerance
+of 0.01 by less than 0.05 %.
 
 References
 ----------
@@ -77,7 +78,7 @@ def place(s: FlowState, link: int) -> None:
 
 @inlined
 def lift(s: FlowState, link: int) -> None:
-    """Remove a link from its two ports; set ``left`` to the bytes it has not sent."""
+    """Remove a link from its two ports; set ``left`` to the bytes not yet sent."""
     me = s.links[link]
     me.left = max(0.0, me.left - (s.clock[0] - me.since) * me.rate)
     me.state = IDLE
@@ -92,8 +93,7 @@ def lift(s: FlowState, link: int) -> None:
 def _start(s: FlowState) -> None:
     """Start the slices that are ready.
 
-    Then remove from their ports the links whose slice has ended and whose next slice has not
-    started.
+    Then call `lift` for each link whose slice has ended and whose next slice has not started.
     """
     now = s.clock[0]
     for i in range(s.counts[STARTING]):
@@ -154,7 +154,7 @@ def _finish(s: FlowState) -> None:
 def _gather(s: FlowState) -> tuple[int, int]:
     """List the links and ports that dirty ports affect, directly or through other links.
 
-    Fill ``part_ports`` and ``part_links``; return the numbers of entries of both lists.
+    Fill ``part_ports`` and ``part_links``; return the number of ports and the number of links.
     """
     s.counts[SHARINGS] += 1
     stamp = s.counts[SHARINGS]

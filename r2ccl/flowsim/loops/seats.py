@@ -11,7 +11,7 @@ from r2ccl.flowsim.loops.state import AWAY, FlowState
 
 @inlined
 def sit(s: FlowState, seat: int, port: int, previous: int) -> None:
-    """Insert `seat` into the list of `port` after seat `previous`; -1 means at the front."""
+    """Insert `seat` into the list of `port`, after seat `previous` or, for -1, at the front."""
     here = s.ports[port]
     if here.count == 0:
         here.since = s.clock[0]

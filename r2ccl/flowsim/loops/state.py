@@ -11,8 +11,9 @@ Terms:
 - *seat*: the entry of a link in the list of a port. Link ``i`` has seat ``2 i`` at its egress port
   and seat ``2 i + 1`` at its ingress port.
 - *lane*: one rank on one channel. It runs one reduction at a time.
-- *waiter*: something that can wait for an op or for a lane. Link ``i`` is waiter ``i`` before it
-  sends and waiter ``nlinks + i`` before it delivers; local op ``j`` is waiter ``2 nlinks + j``.
+- *waiter*: a link or a local op that can wait for an op or for a lane. Link ``i`` is waiter ``i``
+  before it sends and waiter ``nlinks + i`` before it delivers; local op ``j`` is waiter
+  ``2 nlinks + j``.
 """
 
 from __future__ import annotations

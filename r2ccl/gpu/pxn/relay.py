@@ -17,8 +17,8 @@ driver runs no more work in the process's context.
 
 References
 ----------
-CUDA driver API, ``CUresult``: ``CUDA_ERROR_ILLEGAL_ADDRESS`` and its like "leave the process in an
-inconsistent state and any further CUDA work will return the same error";
+CUDA driver API, ``CUresult``: ``CUDA_ERROR_ILLEGAL_ADDRESS`` and similar errors "leave the process
+in an inconsistent state and any further CUDA work will return the same error";
 ``CUGPUDirectRDMAWritesOrdering``, where ``OWNER`` is less than ``ALL_DEVICES``.
 """
 
@@ -35,9 +35,10 @@ from r2ccl.errors import TransportError
 class Slot:
     """Memory for one slice.
 
-    ``relay`` is the `Relay` of the slot, ``address`` its address on the device. ``owner`` is set
-    and read only by the code that took the slot. ``is_copying`` is True while a copy to or from the
-    slot is in progress. ``error`` is the error of the last copy; None unless it failed.
+    ``relay`` is the `Relay` of the slot, and ``address`` is the address of the slot on the device.
+    ``owner`` is set and read only by the code that took the slot. ``is_copying`` is True while a
+    copy to or from the slot is in progress. ``error`` is the error of the last copy; None unless
+    the copy failed.
     """
 
     __slots__ = ("_whole", "address", "error", "is_copying", "is_given", "owner", "relay")
@@ -138,9 +139,9 @@ class Relay:
         self._release(slot)
 
     def copy_in(self, slot: Slot, view: memoryview) -> None:
-        """Begin a copy of all bytes of `view`, in the memory of `home`, to `slot`.
+        """Begin to copy all bytes of `view`, which is in the memory of `home`, to `slot`.
 
-        `collect` returns the slot when the copy is over. The slot must have no copy in progress.
+        `collect` returns the slot when the copy has ended. The slot must have no copy in progress.
 
         Raises
         ------
@@ -150,9 +151,9 @@ class Relay:
         self._copy(self._inwards, slot, slot.address, address_of(view), len(view))
 
     def copy_out(self, slot: Slot, region: memoryview) -> None:
-        """Begin a copy from `slot` that fills `region`, in the memory of `home`.
+        """Begin to fill `region`, which is in the memory of `home`, with a copy from `slot`.
 
-        `collect` returns the slot when the copy is over. The slot must have no copy in progress.
+        `collect` returns the slot when the copy has ended. The slot must have no copy in progress.
 
         Raises
         ------

@@ -126,7 +126,7 @@ class PxnRoutes:
             )  # fmt: skip
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for the copies of all routes; return whether all of them ended or failed.
+        """Wait for the copies of all routes; return whether all copies ended or failed.
 
         Wait up to `timeout_s` seconds for each direction of a route; after a route whose copies did
         not end in time, do not wait for the remaining routes. Call this method only after a
@@ -176,7 +176,7 @@ class PxnRoutes:
         return not hanging
 
     def _needed(self, health: Health) -> list[int]:
-        """List the rails whose routes are necessary with `health` and were not attempted yet.
+        """Return the rails whose routes `health` makes necessary and that were not tried yet.
 
         A rail that is down at this rank needs no route.
         """

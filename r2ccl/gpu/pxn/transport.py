@@ -16,10 +16,11 @@ held until no copy of the path is in progress, including copies of slices that w
 If no slot is free or large enough, a slice travels directly. Each end of a path decides this
 independently, for each slice.
 
-*Confirmations.* A copy from a slot may fail. So the inner transport must not confirm by itself a
-slice that lands in a slot, or a direct slice that is announced while an earlier slice is still to
-be copied from its slot. Therefore `irecv` does not pass on ``ack`` for such slices. So every slice
-that the inner transport confirmed has arrived, and its arrival is always reported.
+*Confirmations.* A copy from a slot may fail. The inner transport must therefore not confirm by
+itself a slice that lands in a slot. The same applies to a direct slice that is announced while an
+earlier slice still has to be copied from its slot. For such slices `irecv` does not pass on
+``ack``. Every slice that the inner transport confirmed has thus arrived, and the arrival of this
+slice is always reported.
 
 *A failed copy* is reported as the path's `Failed`, with the device's status. Nothing is lost: the
 slice was not sent, or its arrival was not reported, and it is replayed as after any failure of a
@@ -67,7 +68,7 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 class _Send(NamedTuple):
-    """An ``isend`` that waits for its copy to ``slot``; if ``slot`` is None, for earlier sends."""
+    """An ``isend`` that waits for its copy to ``slot`` or, if that is None, for earlier sends."""
 
     frame: Frame
     view: memoryview
@@ -120,7 +121,7 @@ class _PathState:
         self.waiting.clear()
 
     def give_back(self) -> None:
-        """Give the slots that the inner transport used back to the relays, after the fence."""
+        """Return to the relays the slots that the inner transport used; called after the fence."""
         for slot in (*self.sending.values(), *(slot for slot, _ in self.landing.values())):
             slot.relay.give(slot)
         self.sending.clear()
@@ -128,7 +129,7 @@ class _PathState:
 
 
 class PxnTransport:
-    """A `TransportPart` that wraps another one, and relays some slices through another GPU.
+    """A `TransportPart` that wraps another part, and relays some slices through another GPU.
 
     Parameters
     ----------
@@ -154,8 +155,8 @@ class PxnTransport:
         """Relay slices of `rail` through `relay` from now on; None stops relaying.
 
         Slices in progress are not affected. Call this method only in the data loop. Several rails
-        may use the same relay. The relay is borrowed until `close`, or until all its rails have
-        another relay or None and no slice in progress uses its slots.
+        may use the same relay. The relay is borrowed until `close`, or until no rail uses it and no
+        slice in progress uses its slots.
         """
         if relay is not None:
             self._relays[rail] = relay
@@ -373,7 +374,7 @@ class PxnTransport:
         state.held.append(event)
 
     def _release(self, state: _PathState, events: list[Event]) -> None:
-        """Append to `events` those held events of a path that can be reported now."""
+        """Append to `events` the held events of a path that can be reported now."""
         held = state.held
         while held:
             event = held[0]

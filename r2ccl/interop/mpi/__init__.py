@@ -14,8 +14,8 @@ or changes one import, because this package has all names of ``mpi4py.MPI``::
     comm = MPI.COMM_WORLD
 
 `Comm`, `Intracomm`, `Message`, `MpiError`, `Op`, `Prequest`, `Request` and `COMM_WORLD` are those
-of this package; all else is mpi4py's own. The first use of `COMM_WORLD` connects the ranks, and is
-collective. docs/mpi.md lists what runs on r2ccl and what runs on MPI.
+of this package; all other names are those of mpi4py. The first use of `COMM_WORLD` connects the
+ranks, and is collective. docs/mpi.md lists what runs on r2ccl and what runs on MPI.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class BufferSpec(msgspec.Struct, frozen=True, eq=False):
     nblocks : int
         Number of blocks, which lie one after another.
     datatype : MPI.Datatype
-        Datatype of the elements, which stays valid if the caller frees its own: see `held`. Not
-        used if there are no elements.
+        Datatype of the elements, which stays valid if the caller frees the datatype that it passed:
+        see `held`. Not used if there are no elements.
     """
 
     memory: Array
@@ -154,7 +154,7 @@ def message(spec: Any, *, writable: bool, nblocks: int = 1) -> BufferSpec:
         True if the call writes its result to the elements.
     nblocks : int
         Number of blocks of equal size that the specification describes. A count in the
-        specification is that of one block.
+        specification is the count of one block.
 
     Raises
     ------
@@ -275,7 +275,7 @@ def _require_host(owner: Any) -> None:
 
 
 def datatype_of(owner: Any, given: Any) -> Any:
-    """Return the datatype `given` or, if it is None, that of the elements of `owner`.
+    """Return the datatype `given` or, if it is None, the datatype of the elements of `owner`.
 
     `given` may also be a character code. Raises BufferError if the elements of `owner` have no
     format, or not the byte order of this machine, and KeyError if MPI has no such datatype.

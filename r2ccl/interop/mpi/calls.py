@@ -26,7 +26,7 @@ class CallOutcome(NamedTuple):
     obj : object
         Python object received, which lower-case methods such as ``recv`` return; otherwise None.
     error : int
-        Error class of MPI: that of the error if the call failed; ``MPI.ERR_PENDING`` if the call
+        Error class of MPI: the class of the error if the call failed; ``MPI.ERR_PENDING`` if it
         was not completed because an earlier request of a list had failed; else ``MPI.SUCCESS``.
     """
 

@@ -59,7 +59,7 @@ _INSTEAD = {
 
 
 class Connections:
-    """Connections that a `Comm`, the *first* `Comm`, shares with all communicators made from it.
+    """Connections of one `Comm`, the *first* `Comm`, and of all communicators made from it.
 
     Parameters
     ----------
@@ -93,8 +93,8 @@ class Connections:
     def flush(self) -> None:
         """Wait until all messages that are buffered now are sent; any thread may call this method.
 
-        If one of them fails, raise its error, without waiting for the rest. Later calls do not
-        raise this error again.
+        If a message fails, raise its error, without waiting for the other messages. Later calls do
+        not raise this error again.
         """
         with self._lock:  # not during the waits, because `keep` must not block
             kept = list(self._kept)
@@ -125,7 +125,7 @@ class Connections:
             communicator.close()
 
     def _next_finished(self) -> Communicator | None:
-        """Take a freed communicator without unfinished requests; return None if there is none."""
+        """Remove and return a freed communicator without unfinished requests, or None."""
         with self._lock:
             for at, (communicator, unfinished) in enumerate(self._freed):
                 if not unfinished:
@@ -168,7 +168,7 @@ class Comm(MPI.Intracomm):
     Parameters
     ----------
     comm : MPI.Intracomm
-        Provides the ranks of the `Comm`, and runs the methods that r2ccl does not.
+        Provides the ranks of the `Comm`, and runs the methods that r2ccl does not run.
     **options
         Keyword arguments of `r2ccl.init`: fields of `Config`, and ``faults``.
 
@@ -177,7 +177,8 @@ class Comm(MPI.Intracomm):
     mpi : MPI.Intracomm
         Communicator of mpi4py with the same ranks, for calls that MPI itself must run.
     communicator : Communicator
-        Communicator of r2ccl, for `repairs`, `health`, GPU arrays and all else that MPI lacks.
+        Communicator of r2ccl, for `repairs`, `health`, GPU arrays and other features that MPI
+        lacks.
 
     Raises
     ------
@@ -188,8 +189,8 @@ class Comm(MPI.Intracomm):
 
     Notes
     -----
-    *Collective*: all ranks of `comm`. Communicators made from this one, by `Split`, `Dup` and the
-    like, share its connections. `Free` of this communicator closes the connections if the
+    *Collective*: all ranks of `comm`. Communicators made from this `Comm`, by `Split` or `Dup` for
+    example, share its connections. `Free` of this `Comm` closes the connections if the
     communicators made from it were freed before, and no request is unfinished; otherwise the
     connections stay open until the process ends. If the process ends with an exception, the calls
     of the other ranks end with an error.
@@ -401,8 +402,8 @@ class Comm(MPI.Intracomm):
         As in MPI, requests that are active at that time can still be completed, because r2ccl keeps
         the communicator open for them. See `Comm` for the connections.
 
-        *Collective*: all ranks. For ``MPI.COMM_WORLD`` and ``MPI.COMM_SELF`` it raises the error of
-        MPI, and the communicator stays usable.
+        *Collective*: all ranks. For ``MPI.COMM_WORLD`` and ``MPI.COMM_SELF``, this method raises
+        the error of MPI, and the communicator stays usable.
         """
         if self.mpi != MPI.COMM_WORLD and self.mpi != MPI.COMM_SELF:
             with handled(self.mpi):

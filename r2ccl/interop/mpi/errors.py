@@ -74,7 +74,7 @@ def handled(comm: Any) -> Iterator[None]:
     Parameters
     ----------
     comm : MPI.Comm
-        If its error handler is ``MPI.ERRORS_ARE_FATAL``, an error ends the job. A handler that
+        If its error handler is ``MPI.ERRORS_ARE_FATAL``, the error ends the job. A handler that
         ``MPI.Comm.Create_errhandler`` made is called with the error class, and then the error is
         raised. For ``MPI.COMM_NULL``, no handler is called.
     """

@@ -1,8 +1,8 @@
 """Collectives of mpi4py that only move data, as calls of a `Communicator`.
 
-Like those in `reductions`, the functions take a `Comm` and the arguments of one method of mpi4py,
-check them and return a `Call`. If the name ends in ``v`` or ``w``, each block has its own count and
-displacement.
+Like the functions of `reductions`, each public function takes a `Comm` and the arguments of one
+method of mpi4py, checks them and returns a `Call`. If the name of the function ends in ``v`` or
+``w``, each block has its own count and displacement.
 
 Invariant: r2ccl gets bytes, so the ranks of a call may describe the same elements with different
 datatypes, as MPI allows.

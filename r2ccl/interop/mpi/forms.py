@@ -45,7 +45,7 @@ def received(make: Make) -> tuple[Any, Any, Any]:
 
 
 def blocking(make: Make) -> Any:
-    """Return the method that runs the call and returns the Python object received, or None."""
+    """Return a method that runs the call made by `make` and returns the received object or None."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         with handled(self.mpi):
@@ -71,7 +71,7 @@ def blocking_with_status(make: Make) -> Any:
 
 
 def nonblocking(make: Make) -> Any:
-    """Return the method that starts the call and returns its `MpiRequest`."""
+    """Return a method that starts the call made by `make` and returns its `MpiRequest`."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> MpiRequest:
         with handled(self.mpi):
@@ -81,9 +81,9 @@ def nonblocking(make: Make) -> Any:
 
 
 def persistent(make: Make, *more: inspect.Parameter) -> Any:
-    """Return the method that makes an `MpiPrequest`, which can start the call many times.
+    """Return a method that makes an `MpiPrequest`, which can start its call many times.
 
-    The method also accepts the parameters `more`, and ignores them.
+    The call is made by `make`. The method also accepts the parameters `more`, and ignores them.
     """
     signature = _extended(make, *more)
 

@@ -1,7 +1,8 @@
 """Sends and receives of Python objects, pickled as in `objects`.
 
-Like those in `messages`, the functions take a `Comm` and the arguments of one method of mpi4py,
-check them and return a `MessageCall`; `sendrecv` runs the call and returns its outcome.
+Like the functions of `messages`, each function takes a `Comm` and the arguments of one method of
+mpi4py, checks them and returns a `MessageCall`; only `sendrecv` runs the call and returns its
+outcome.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def recv(
 ) -> MessageCall:
     """Receive an object from rank `source`, like mpi4py's recv.
 
-    `buf` is as for `irecv`. Without it, the object may have any size, and this function itself
+    `buf` is as for `irecv`. Without `buf`, the object may have any size, and this function itself
     waits for the message.
     """
     if buf is not None or source == MPI.PROC_NULL:

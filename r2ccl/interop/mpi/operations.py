@@ -1,10 +1,10 @@
 """Table of the operations and element types of MPI that r2ccl can reduce.
 
-The allowed combinations of operation and datatype are those of the MPI standard whose datatype has
-a dtype in r2ccl. An operation made by `MpiOp.Create` takes all these datatypes except pairs of a
-value and an index. Other combinations raise an `MpiError` before any data moves. The error names
-the datatype and, if r2ccl has a dtype for it, the operation. Its error class is ``ERR_OP``, as in
-MPI.
+An operation can be combined with a datatype if the MPI standard allows the combination and r2ccl
+has a dtype for the datatype. An operation made by `MpiOp.Create` takes all these datatypes except
+pairs of a value and an index. Other combinations raise an `MpiError` before any data moves. The
+error names the datatype and, if r2ccl has a dtype for it, the operation. Its error class is
+``ERR_OP``, as in MPI.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _of_arrays(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
 
 
 def reduction(op: Any, datatype: Any) -> tuple[ReduceOp | UserOp, np.dtype[Any]]:
-    """Return the operation and element type of r2ccl for those of MPI.
+    """Return r2ccl's operation and element type for MPI's `op` and `datatype`.
 
     Raises
     ------

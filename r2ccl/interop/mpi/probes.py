@@ -64,15 +64,15 @@ def claim(comm: Any, source: Any, tag: Any, status: Any, *, is_blocking: bool) -
 
 
 def loaded(data: Any) -> Any:
-    """Return the object whose pickle is `data`; None if `data` is empty, as mpi4py does."""
+    """Return the object whose pickle is `data`; None if `data` is empty, as in mpi4py."""
     return MPI.pickle.loads(data.data) if data.size else None
 
 
 class MpiMessage:
     """Message that `Comm.Mprobe` and `Comm.Improbe` return, in place of ``MPI.Message``.
 
-    Once `Recv`, `Irecv`, `recv` or `irecv` has begun, the object is false and equal to
-    ``MPI.MESSAGE_NULL``, like an object that the constructor makes.
+    Once `Recv`, `Irecv`, `recv` or `irecv` has begun, the object is falsy and equal to
+    ``MPI.MESSAGE_NULL``, like a newly constructed object.
     """
 
     def __init__(self) -> None:
@@ -85,8 +85,8 @@ class MpiMessage:
         """Take a message of the `Comm` `comm`, so that no other receive can take it.
 
         `found` must be the first message with its source and tag that no receive has taken yet.
-        Therefore the caller must hold ``comm.taking`` from before it probes for `found` until this
-        method returns.
+        Therefore the caller must acquire the lock ``comm.taking`` before it probes for `found`, and
+        hold the lock until this method returns.
         """
         made = cls()
         made._comm, made._data = comm, np.empty(found.count, np.uint8)

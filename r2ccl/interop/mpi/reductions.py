@@ -5,7 +5,7 @@ returns a `Call`. `Comm` makes a blocking, a nonblocking and a persistent method
 function.
 
 r2ccl reduces aligned memory. Elements that are not aligned, which MPI accepts, are copied to new
-memory before each run of the call, and the results copied back.
+memory before each run of the call, and the results are copied back.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _call(
 ) -> Call:
     """Return the call that runs ``prepare(*operands)(async_op=...)``, with aligned operands.
 
-    It runs on copies of the operands that are not aligned. After each run, the copy of a writable
-    operand is copied back, and ``finish()`` is called; see `Call`.
+    Operands that are not aligned are replaced by aligned copies. After each run, the copy of a
+    writable operand is copied back, and ``finish()`` is called; see `Call`.
     """
     aligned = [each if each.flags.aligned else np.empty_like(each) for each in operands]
     run = prepare(*aligned)

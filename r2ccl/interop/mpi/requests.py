@@ -1,7 +1,7 @@
 """Requests of nonblocking and persistent calls, with the methods of mpi4py's requests.
 
-The methods that take a list of requests also accept requests of mpi4py in it, because a program may
-wait together for a call of r2ccl and for a call of MPI on a window or a file.
+The methods that take a list of requests also accept requests of mpi4py in the list, because a
+program may wait together for a call of r2ccl and for a call of MPI on a window or a file.
 
 A method that waits or tests *completes* a request when it reports that the call has finished;
 `MpiRequest.Get_status` and its variants do not complete it. A request is *active* from the start of
@@ -9,9 +9,9 @@ its call until it is completed or freed.
 
 If a request in a list has failed, the methods that may complete several requests raise an
 `MpiError` of class ``ERR_IN_STATUS``, and the statuses tell the error class of each request. As
-with MPICH, the failed request is completed, and so are all others that have finished; but
-`MpiRequest.Waitall` and `MpiRequest.waitall` stop at the first failed request, and the statuses of
-the requests after it have the error class ``ERR_PENDING``.
+with MPICH, all finished requests are completed, including the failed request. `MpiRequest.Waitall`
+and `MpiRequest.waitall`, however, stop at the first failed request, and the statuses of the later
+requests in the list have the error class ``ERR_PENDING``.
 
 Invariant: when a request was completed without an error, the caller's buffers hold its result.
 """
@@ -39,10 +39,10 @@ _PAUSE_S = 50e-6
 
 
 class Unfinished:
-    """Requests of one `Comm` that are not finished; true if there is one.
+    """Unfinished requests of one `Comm`; true if there are any.
 
-    Unfinished requests are the active ones, and those that were freed or garbage-collected while
-    they were active and whose call is not done.
+    A request is unfinished if it is active, or if it was freed or garbage-collected while active
+    and its call is not done yet.
     """
 
     def __init__(self) -> None:
@@ -50,10 +50,10 @@ class Unfinished:
         self._dropped: deque[Any] = deque()
 
     def add(self, request: MpiRequest) -> None:
-        """Note a request whose call was started, and release dropped calls that are done.
+        """Record a request whose call was started, and release dropped calls that are done.
 
-        Calls mostly end in the order in which they were started, so checking the oldest ones
-        releases the arrays of nearly all.
+        Only calls at the head of the queue are checked. Calls mostly end in the order of their
+        start, so this releases the arrays of nearly all finished calls.
         """
         self._started.add(request)
         while self._dropped and self._dropped[0].is_done():
@@ -70,9 +70,9 @@ class Unfinished:
 
 
 def _list_method(method: Callable[..., Any]) -> Any:
-    """Return `method` as a class method that leaves lists without requests of r2ccl to MPI.
+    """Return `method` as a class method that delegates lists of only MPI's own requests to MPI.
 
-    Only MPI can tell which of its persistent requests are active.
+    MPI must handle such lists, because only MPI knows which of its persistent requests are active.
     """
 
     @wraps(method)
@@ -171,7 +171,7 @@ class MpiRequest:
         return True
 
     def Cancel(self) -> None:
-        """Cancel a receive that no message has matched; do nothing to other receives and sends.
+        """Cancel a receive that no message has matched; do nothing to a matched receive or a send.
 
         Raises
         ------
@@ -186,15 +186,16 @@ class MpiRequest:
             self._call.cancel(self._work)
 
     def Free(self) -> None:
-        """Free an inactive persistent request, a request of a send, or one of a cancelled receive.
+        """Free a request of a send, of a cancelled receive, or of an inactive persistent call.
 
         An active send continues.
 
         Raises
         ------
         MpiError
-            ``ERR_REQUEST``, if the request was freed or, unless it is persistent, completed; or if
-            it is active and its call is a collective, or a receive that was not cancelled.
+            ``ERR_REQUEST``, if the request was freed before; if it was completed and is not
+            persistent; or if it is active and its call is a collective or a receive that was not
+            cancelled.
         """
         with self._handled():
             if not self:
@@ -284,7 +285,8 @@ class MpiRequest:
     def Testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool]:
         """Complete one active request that has finished; return its index and True.
 
-        If none has finished, return MPI.UNDEFINED, and True only if no request is active.
+        If none has finished, return MPI.UNDEFINED and False. If no request is active, return
+        MPI.UNDEFINED and True.
         """
         return _first(requests, status, lambda request: request.Test(status))
 
@@ -322,14 +324,17 @@ class MpiRequest:
     def testall(
         cls, requests: Sequence[Any], statuses: list[Any] | None = None
     ) -> tuple[bool, list[Any] | None]:
-        """Test like `Testall`; return the flag and, if True, the objects received, else None."""
+        """Test like `Testall`; return True and the objects received, or False and None."""
         if not all(map(_has_finished, _checked(requests))):
             return False, None
         return True, _completed(requests, statuses, _wait_for_object)
 
     @_list_method
     def testany(cls, requests: Sequence[Any], status: Any = None) -> tuple[int, bool, Any]:
-        """Complete one request like `Testany`; return index, flag and object received, or None."""
+        """Complete a request like `Testany`; return its index, the flag and the object received.
+
+        The object is None if no object was received.
+        """
         require_status(status)
         active = _active(requests)
         for index in active:
@@ -394,7 +399,7 @@ class MpiRequest:
 
 
 class MpiPrequest(MpiRequest):
-    """Handle of a persistent call, for any number of starts; in place of ``MPI.Prequest``.
+    """Handle of a persistent call, which can be started repeatedly; replaces ``MPI.Prequest``.
 
     The request is true, and not equal to ``MPI.REQUEST_NULL``, until it is freed.
     """
@@ -457,7 +462,7 @@ def _checked(requests: Sequence[Any]) -> Sequence[Any]:
 def _active(requests: Sequence[Any]) -> list[int]:
     """Return the indices of the active requests.
 
-    Of MPI's own requests, all but MPI.REQUEST_NULL count as active.
+    Every request of MPI itself counts as active, except MPI.REQUEST_NULL.
     """
     return [
         index
@@ -518,8 +523,8 @@ def _completed(
     Raises
     ------
     MpiError
-        ``ERR_IN_STATUS``, if a request has failed. All requests are completed or, if
-        `is_stopped_by_error`, only the first that failed and those before it.
+        ``ERR_IN_STATUS``, if a request has failed. All requests are completed. With
+        `is_stopped_by_error`, the requests after the first failed one are not completed.
     """
     results: list[Any] = []
     first: MPI.Exception | None = None

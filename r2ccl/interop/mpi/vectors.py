@@ -1,13 +1,14 @@
-"""Buffer arguments of the collectives whose blocks have counts and displacements of their own.
+"""Buffer arguments of the collectives in which each rank's block has a count and a displacement.
 
 A specification is as in `buffers`, but with a list or array of counts, one per rank, or one count
 for all ranks: ``array``, ``[array, datatype]``, ``[array, counts]``, ``[array, counts, datatype]``,
 ``[array, (counts, displacements)]``, ``[array, (counts, displacements), datatype]`` or ``[array,
 counts, displacements, datatype]``. In lists of two or three items, a tuple always stands for
 ``(counts, displacements)``, as in mpi4py. Counts and displacements are in elements; for Alltoallw
-see `vector_of_datatypes`. Without counts the array is divided evenly; if elements are left over,
-the first blocks get one more each. Without displacements the blocks follow one another; a single
-displacement is the distance from the start of each block to the start of the next.
+see `vector_of_datatypes`. Without counts, the array is divided evenly; if elements are left over,
+each of the first blocks gets one more element. Without displacements, the blocks follow one
+another; a single displacement is the distance from the start of each block to the start of the
+next block.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def vector_of_datatypes(spec: Any, *, writable: bool, nblocks: int) -> VectorSpe
 
 
 def sequence(values: Any, nblocks: int) -> list[int]:
-    """Return `values` as a list of integers; raise ValueError if there are not `nblocks`."""
+    """Return `values` as a list of integers; raise ValueError unless it has `nblocks` items."""
     found = [operator.index(value) for value in values]
     if len(found) != nblocks:
         raise ValueError(f"expecting {nblocks} items, got {len(found)}")

@@ -49,8 +49,8 @@ class R2cclGroup(BaseGroup):  # type: ignore[misc]
     Notes
     -----
     Tensors are NumPy arrays, or torch tensors in host memory; both must be C-contiguous. The
-    constructor raises the errors of `join`. The methods raise those of the `Communicator`, and
-    `InvalidArgument` for an operation that r2ccl lacks, or for several tensors.
+    constructor raises the errors of `join`. The methods raise the errors of the `Communicator`, and
+    also `InvalidArgument` for an operation that r2ccl lacks and for several tensors in one call.
     """
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
@@ -127,7 +127,10 @@ def _operation(options: Any) -> ReduceOp:
 
 
 def _single(values: list[Any]) -> Any:
-    """Return the only element; Ray passes lists, with one element for each GPU of a rank."""
+    """Return the only element of `values`, in which Ray passes one element per GPU of a rank.
+
+    Raise InvalidArgument if there is not exactly one element.
+    """
     if len(values) != 1:
         raise InvalidArgument(
             f"{len(values)} tensors, one for each GPU: allowed is 1; use the functions of "

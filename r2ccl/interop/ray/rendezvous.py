@@ -67,7 +67,7 @@ def join(
     Raises
     ------
     InvalidArgument
-        If `rank` is not in 0 to ``world_size - 1``, the ranks differ in `world_size`, or for the
+        If `rank` is not in 0 to ``world_size - 1``, if the ranks differ in `world_size`, or for the
         reasons given in `r2ccl.init`.
     TransportTimeout
         If a rank does not join within ``R2CC_INIT_TIMEOUT_S``, or two actors join as the same rank.

@@ -39,8 +39,8 @@ class QueuedCall:
     result : list of Tensor
         Tensors that hold the result; the value of the future.
     stream : torch.cuda.Stream, optional
-        Current stream while the function runs, and while the callbacks run that were added to the
-        future before the call ended. Default: the current stream of the thread that runs them.
+        Current stream for the function, and for callbacks that were added to the future before the
+        call ended. Default: the current stream of the thread that runs the function or callback.
     """
 
     __slots__ = ("_done", "_ended", "_fn", "_future", "_stream", "error", "has_ended", "result")
@@ -62,7 +62,7 @@ class QueuedCall:
     def wait(self, timeout_s: float = -1) -> bool:
         """Wait up to `timeout_s` seconds until the call has ended; return whether it has.
 
-        -1 means no limit.
+        With a `timeout_s` of -1, wait without a limit.
         """
         try:
             # Waiters hold the lock for a moment, so only the flag tells whether the call has ended.
@@ -111,9 +111,9 @@ class QueuedCall:
     def future(self) -> Any:
         """Return the future of the call: its value is `result`, or it raises `error`.
 
-        C++ code that waits for a future, such as DDP's reducer, takes ``Future.set_exception`` for
-        success, but recognizes an exception that a callback raised. The future is therefore one
-        that ``then`` returned.
+        C++ code that waits for a future, such as DDP's reducer, treats ``Future.set_exception`` as
+        success, but recognizes an exception that a callback raised. This method therefore returns a
+        future made by ``then``, whose callback returns `result` or raises `error`.
         """
         with _LOCK:
             if self._future is None:

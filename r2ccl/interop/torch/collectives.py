@@ -6,8 +6,8 @@ a GPU, it does not wait for the GPU; work that the calling thread later enqueues
 stream sees the result. Some callers in torch pass a tensor where others pass a list of one tensor;
 the functions accept both.
 
-The functions raise `InvalidArgument` if the sizes or dtypes of the tensors do not fit each other or
-a tensor cannot be viewed as an array, and the errors of the communicator's call.
+The functions raise the errors of the communicator's call. They also raise `InvalidArgument` if the
+sizes or dtypes of the tensors do not match, or if a tensor cannot be viewed as an array.
 """
 
 from __future__ import annotations
@@ -168,14 +168,14 @@ def all_gather_single_coalesced(
 def allgather_coalesced(
     comm: Communicator, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any
 ) -> None:
-    """Gather the tensors of every rank; those of rank r are written to ``outputs[r]``."""
+    """Gather the tensors of every rank; the tensors of rank r are written to ``outputs[r]``."""
     _require_parts("output", outputs, comm.nranks)
     for i, tensor in enumerate(tensors):
         allgather(comm, [[each[i] for each in outputs]], [tensor], opts)
 
 
 def reduce_scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
-    """Reduce the list `inputs` over all ranks; `outputs` of rank r receives reduced tensor r."""
+    """Reduce ``inputs[r]`` of all ranks into the output tensor of rank r, for every rank r."""
     output, parts = one(outputs), _list(inputs)
     _require_parts("input", parts, comm.nranks)
     _require_alike("input", parts[comm.rank], output)
@@ -193,7 +193,7 @@ def reduce_scatter_single(comm: Communicator, output: Tensor, tensor: Tensor, op
 def reduce_scatter_single_coalesced(
     comm: Communicator, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any
 ) -> None:
-    """Reduce each of `tensors` over all ranks; rank r receives part r of each in `outputs`."""
+    """Reduce each ``tensors[i]`` over all ranks; rank r receives part r in ``outputs[i]``."""
     with _outputs_in_order(comm, outputs) as copies:
         for output, copy, tensor in zip(outputs, copies, tensors, strict=True):
             _require_times("input", tensor, comm.nranks, output)
@@ -202,7 +202,10 @@ def reduce_scatter_single_coalesced(
 
 
 def gather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
-    """Gather the tensor of rank r into ``outputs[r]`` of the root; all have the same shape."""
+    """Gather the tensor of rank r into ``outputs[r]`` of the root.
+
+    All tensors must have the same shape.
+    """
     tensor, parts = one(inputs), _list(outputs)
     source = in_order(tensor)
     if comm.rank != opts.rootRank:
@@ -218,7 +221,10 @@ def gather(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
 
 
 def scatter(comm: Communicator, outputs: Any, inputs: Any, opts: Any) -> None:
-    """Send ``inputs[r]`` of the root to the output tensor of rank r; all have the same shape."""
+    """Send ``inputs[r]`` of the root to the output tensor of rank r.
+
+    All tensors must have the same shape.
+    """
     output, parts = one(outputs), _list(inputs)
     copy, source = _ordered_output(output), None
     if comm.rank == opts.rootRank:
@@ -251,7 +257,8 @@ def all_to_all_single(
 ) -> None:
     """Send rows of `tensor` to every rank, and receive rows from every rank into `output`.
 
-    The splits are the numbers of rows per rank, in rank order; if empty, equal numbers of rows.
+    The splits are the numbers of rows per rank, in rank order. An empty list divides the rows
+    equally among the ranks.
     """
     source, target = in_order(tensor), _ordered_output(output)
     sendcounts = _split("input", tensor, input_splits, comm.nranks)
@@ -292,10 +299,10 @@ def _list(lists: Any) -> list[Tensor]:
 
 @contextmanager
 def _outputs_in_order(comm: Communicator, outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield each output, or a new tensor in its place if it is not in order (see `tensors`).
+    """Yield the outputs as a list, in which a new tensor replaces each output that is not in order.
 
-    At the end of the block, each new tensor is copied to its output. If there are several outputs,
-    the calls in the block run as a group.
+    See `tensors` for the order. At the end of the block, each new tensor is copied to its output.
+    If there are several outputs, the calls in the block run as a group.
     """
     copies = [_ordered_output(output) for output in outputs]
     with comm.group() if len(copies) > 1 else nullcontext():
@@ -316,7 +323,7 @@ def _counts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _split(name: str, tensor: Tensor, splits: Sequence[int], nranks: int) -> list[int]:
-    """Return the number of elements of each rank's rows; without `splits`, equal numbers."""
+    """Return the number of elements of each rank's rows; without `splits`, divide rows equally."""
     nrows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if nrows % nranks:

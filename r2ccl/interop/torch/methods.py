@@ -58,7 +58,7 @@ def _method(function: Callable[..., None], options: Any, nargs: int, *fields: st
         Number of arguments before the options.
     *fields : str
         Names of the arguments, in order, that a call can have instead of options. ``timeout`` is
-        added as the last of them.
+        added at the end.
     """
 
     def method(self: GroupMethods, *args: Any, **named: Any) -> CollectiveWork:
@@ -101,8 +101,8 @@ def _options(
 ) -> Any:
     """Return the options of a call that passes an object of options, or its fields as arguments.
 
-    `rest` has the positional arguments from the options on, `named` the keyword arguments. As in
-    torch, an argument that this form of the call does not have raises TypeError.
+    `rest` has the positional arguments, starting at the position of the options; `named` has the
+    keyword arguments. As in torch, an argument that this form of the call lacks raises TypeError.
     """
     has_options = "opts" in named or (len(rest) > 0 and hasattr(rest[0], "asyncOp"))
     form = ("opts",) if has_options else fields
@@ -249,13 +249,15 @@ class GroupMethods:
     Attributes
     ----------
     communicator : Communicator
-        Communicator that runs the calls; has `repairs`, `health` and all else that torch lacks.
+        Communicator that runs the calls; offers `repairs`, `health` and other methods that torch
+        lacks.
 
     Notes
     -----
     Collectives run in the order of the calls. A collective runs in another thread if it has
-    ``async_op=True`` or a shorter timeout than the communicator's, or if an earlier one has not
-    finished. Methods raise the errors of r2ccl as `torch.distributed.DistBackendError`.
+    ``async_op=True``, if its timeout is shorter than the communicator's, or if an earlier
+    collective has not finished. Methods raise the errors of r2ccl as
+    `torch.distributed.DistBackendError`.
     """
 
     supports_splitting = True
@@ -297,11 +299,12 @@ class GroupMethods:
     alltoall_base = all_to_all_single
 
     def _start(self, fn: Callable[[], None], given: Any, opts: Any) -> CollectiveWork:
-        """Run `fn` after all earlier calls; return its handle, at once unless the call is blocking.
+        """Run `fn` after all earlier calls; return its handle.
 
-        A blocking call runs in this thread if no other call is queued or running, and if its
-        timeout is not shorter than the communicator's. `given` has the arguments before the
-        options; the first of them receives the result.
+        If the call is blocking, return when `fn` has ended; otherwise, return at once. A blocking
+        call runs in this thread if no other call is queued or running, and if its timeout is not
+        shorter than the communicator's. `given` has the arguments before the options; the first of
+        these arguments receives the result.
         """
         self._state.ncalls += 1
         timeout_s = seconds(opts.timeout, self._state.timeout_s)
@@ -357,8 +360,8 @@ class GroupMethods:
         timeout : timedelta, optional
             Longest time that the call takes. Default: the timeout of the group.
         wait_all_ranks : bool
-            True: the error on rank 0 names all missing ranks. False: it names the first one. Unlike
-            in gloo, the call takes no longer than `timeout` in both cases.
+            True: the error on rank 0 names all missing ranks. False: it names only the first
+            missing rank. Unlike in gloo, the call takes no longer than `timeout` in both cases.
 
         Raises
         ------
@@ -385,8 +388,9 @@ class GroupMethods:
     def _hear(self, requests: dict[int, Any], give_up_s: float, *, is_patient: bool) -> None:
         """Wait for the messages of `monitored_barrier`; `requests` has one for each peer.
 
-        Raise DistBackendError if a message has not finished at `give_up_s`. The error names all
-        peers with such a message if `is_patient`, else the first one.
+        Raise DistBackendError if a message has not finished at the time `give_up_s` of the clock
+        `monotonic`. The error names the first peer with such a message; with `is_patient`, it names
+        all such peers.
         """
         missing: dict[int, TransportTimeout] = {}
         try:
@@ -411,12 +415,12 @@ class GroupMethods:
 
     @translated
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of later calls: above 0, and at most that of the communicator.
+        """Set the timeout of later calls.
 
         Raises
         ------
         DistBackendError
-            If `timeout` is out of this range.
+            If `timeout` is not above 0, or exceeds the timeout of the communicator.
         """
         limit_s = self.communicator.config.timeout_s
         if not 0 < timeout.total_seconds() <= limit_s:

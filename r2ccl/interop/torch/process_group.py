@@ -58,7 +58,8 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
     Attributes
     ----------
     communicator : Communicator
-        Communicator that runs the calls; has `repairs`, `health` and all else that torch lacks.
+        Communicator that runs the calls; offers `repairs`, `health` and other methods that torch
+        lacks.
     """
 
     def __init__(self, communicator: Communicator, store: Any) -> None:
@@ -104,7 +105,7 @@ class R2cclProcessGroup(GroupMethods, dist.ProcessGroup):  # type: ignore[misc]
 
         ``ranks[i]`` becomes rank i of the new group. *Collective*: all ranks of this group, which
         may make several new groups at once: the ranks of one new group pass the same `ranks`.
-        `timeout`, by default that of this group, limits the calls of the new group; see
+        `timeout`, by default the timeout of this group, limits the calls of the new group; see
         `timeout_s_of` for the cases in which it has no effect. `opts` and `device_types` have no
         effect.
         """

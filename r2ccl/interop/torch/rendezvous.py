@@ -1,9 +1,9 @@
 """Communicators for process groups: ranks meet through torch's store.
 
 For the process group of all ranks, `r2ccl.init` makes the communicator; the ranks exchange the
-address of rank 0 through the store. The communicators of all other groups are made from this one
-and share its connections; if the group of all ranks has another backend, each group uses
-`r2ccl.init`.
+address of rank 0 through the store. The communicators of all other groups are made from this
+communicator and share its connections; if the group of all ranks has another backend, each group
+uses `r2ccl.init`.
 
 The keys in the store contain the number of the attempt, because a program may call
 ``init_process_group`` again on the store of torchrun, which still has the keys of the last call.

@@ -74,7 +74,7 @@ def current_stream(given: Any) -> Any:
     """Return this thread's current stream on the GPU of the first tensor in `given`.
 
     `given` is a list or tuple that contains tensors, other lists and numbers. Return None if there
-    is no tensor, or the first one is not on a GPU.
+    is no tensor, or the first tensor is not on a GPU.
     """
     first = _first(given)
     if first is None or not first.is_cuda:
@@ -88,8 +88,8 @@ def array_of(tensor: Tensor) -> Any:
     Raises
     ------
     InvalidArgument
-        If the tensor is not on a GPU, and it is sparse or NumPy does not support its dtype or
-        device.
+        If the tensor is sparse, or if NumPy does not support its dtype or device. Never for a
+        tensor on a GPU.
     """
     if tensor.is_cuda:
         return tensor.detach()
@@ -124,7 +124,7 @@ def cannot_view(tensor: Tensor, why: object) -> InvalidArgument:
 def is_in_order(tensor: Tensor) -> bool:
     """Return whether a tensor is in order; see the module.
 
-    A conjugate or negative view is not: the values in its memory differ from its elements.
+    A conjugate or negative view is not in order: the values in memory differ from the elements.
 
     Raises
     ------
@@ -149,11 +149,11 @@ def in_order(tensor: Tensor) -> Tensor:
 
 
 def apart(source: Tensor, target: Tensor, first: int | None) -> Tensor:
-    """Return `source`, or a copy of it if it overlaps `target` and the call is not in place.
+    """Return `source`; if `source` overlaps `target` and the call is not in place, return a copy.
 
     Both tensors must be in order. The call is in place if `source` begins at element `first` of
-    `target` or, for a negative `first`, if `target` begins at element ``-first`` of `source`; both
-    count from 0. If `first` is None, the call is not in place.
+    `target` or, for a negative `first`, if `target` begins at element ``-first`` of `source`.
+    Elements are counted from 0. If `first` is None, the call is not in place.
     """
     distance = source.data_ptr() - target.data_ptr()
     is_in_place = first is not None and distance == first * source.element_size()

@@ -46,7 +46,7 @@ def seconds(timeout: timedelta | None, default_s: float) -> float:
 
 
 def late_collective(timeout_s: float) -> str:
-    """Return the reason that `on_timeout` gets if a collective has reached its timeout."""
+    """Return the argument of ``on_timeout(reason)`` for a collective that reached its timeout."""
     return f"a collective has reached its timeout of {timeout_s:g} s"
 
 
@@ -277,8 +277,8 @@ class MessageWork(_AnyWork):
     def _give_up(self, late: RuntimeError) -> RuntimeError | None:
         """End the message, which has reached its timeout; return its error.
 
-        Return None if the message has finished meanwhile. On return, the tensor is not used any
-        more: if the message cannot be withdrawn, because it may have begun to move, the
+        Return None if the message has finished meanwhile. After the return, r2ccl does not use the
+        tensor: if the message cannot be withdrawn, because its transfer may have begun, the
         communicator ends.
         """
         try:

@@ -8,9 +8,9 @@ a disk cache, or else compiles it. `operands` packs the arguments, `launch` choo
 launches on a `Device`, and `chain` plans kernels for any number of inputs. Numba is imported only
 to compile.
 
-Invariant: unless a form scales or has `is_wide`, its results with two inputs have the same bits as
-those of `r2ccl.kernels.host`; with more, the same bits as the host's kernels applied from the left.
-Exceptions: a NaN stays a NaN, but its bits may differ; and complex products equal the host's only
+Invariant: the result of a form has the same bits as the result of `r2ccl.kernels.host`, unless the
+form scales or has `is_wide`. With more than two inputs, the host combines them from the left. There
+are two exceptions: the bits of a NaN may differ; and complex products equal those of the host only
 if the processor of the host has FMA.
 """
 

@@ -45,7 +45,7 @@ def chain(
     Raises
     ------
     InvalidArgument
-        If partial results have no place, or a form is invalid.
+        If there is no memory for partial results, or if a form is invalid.
 
     Notes
     -----

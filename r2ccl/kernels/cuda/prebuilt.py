@@ -1,7 +1,7 @@
 """The prebuilt kernels: PTX of every kernel that collectives launch, in a file of this package.
 
 Collectives therefore do not need Numba, unless the sources of the kernels have changed. Kernels of
-other forms, which only benches and tests launch, are compiled on the machine. ``make ptx`` compiles
+other forms, which only benches and tests launch, are compiled at run time. ``make ptx`` compiles
 the kernels of the file again.
 
 The file is a zip archive with a member for each element size. The member holds the kernels of all
@@ -9,7 +9,7 @@ types of that size one after another, each after a line with its name. With a me
 kernel, the file would be four times as large. Another member has the digest of the sources and the
 versions of the compilers that made the kernels.
 
-Invariant: a kernel is used only if the sources of this package are those that it was compiled from.
+Invariant: a kernel is used only if it was compiled from the present sources of this package.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def digest_of_sources() -> str:
 def prebuilt_ptx(form: Form, path: Path = ARCHIVE) -> bytes | None:
     """Return the PTX of a canonical form from the archive at `path`, or None.
 
-    None: the archive lacks the kernel, or its kernels were made from other sources.
+    The result is None if the archive lacks the kernel, or if its kernels were made from other
+    sources.
 
     Raises
     ------

@@ -1,12 +1,12 @@
 """PTX of the kernels: prebuilt, else from a disk cache, else compiled by Numba.
 
-Collectives launch only forms of which kernels are prebuilt (`r2ccl.kernels.cuda.prebuilt`), so they
-do not need Numba unless the sources of the kernels have changed. Numba is slow to import, so it is
+Collectives launch only forms with prebuilt kernels (`r2ccl.kernels.cuda.prebuilt`), so they do not
+need Numba unless the sources of the kernels have changed. Numba is slow to import, so it is
 imported only for a kernel that is neither prebuilt nor in the cache. No GPU is needed.
 
-Invariant: the PTX was compiled from the present sources; the compiler may have had another version
-than the installed one. The file name of an entry of the cache is a digest of the form, the sources
-and the version of numba-cuda; the first line of the file is a digest of the PTX.
+Invariant: the PTX was compiled from the present sources. The version of the compiler may differ
+from the installed version. The file name of a cache entry is a digest of the form, the sources and
+the version of numba-cuda; the first line of the file is a digest of the PTX.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def check_capability(capability: tuple[int, int]) -> None:
 
 
 def cache_directory(env: Mapping[str, str]) -> Path | None:
-    """Return the directory of the disk cache of kernels; None if there is no place for it.
+    """Return the directory of the disk cache of kernels; None if the home directory is unknown.
 
-    It is in ``XDG_CACHE_HOME`` of the environment `env`, if that is an absolute path, or else in
-    ``~/.cache``.
+    The directory is in ``XDG_CACHE_HOME`` of the environment `env`, if this is an absolute path, or
+    else in ``~/.cache``. Only ``~/.cache`` needs the home directory.
     """
     base = env.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # by the XDG specification, relative paths are ignored
@@ -96,16 +96,20 @@ def ptx_of(form: Form, capability: tuple[int, int], directory: Path | None) -> P
     InvalidArgument
         If the GPU is too old; see `check_capability`.
     TransportError
-        If the prebuilt kernels cannot be read (status ``NO_KERNELS``). If the kernel is not
-        prebuilt and numba-cuda is missing, or the kernel must be compiled and NVIDIA's compiler is
-        missing or damaged (status ``NO_CUDA``). If the compiler fails (no status).
+        In these cases:
+
+        - The prebuilt kernels cannot be read (status ``NO_KERNELS``).
+        - The kernel is not prebuilt, and numba-cuda is missing (status ``NO_CUDA``).
+        - The kernel must be compiled, and NVIDIA's compiler is missing or damaged (status
+          ``NO_CUDA``).
+        - The compiler fails (no status).
 
     Notes
     -----
-    *Cost*: up to 0.1 s to look for a prebuilt kernel. If there is none, 0.2 ms more from the cache;
-    to compile, 0.5 to 1 s more, plus 1 s the first time in a process. If an entry of the cache
-    cannot be read or is damaged, the kernel is compiled. This, and a failure to write the cache, is
-    logged at INFO.
+    *Cost*: up to 0.1 s to look for a prebuilt kernel. If there is none, reading the kernel from the
+    cache takes 0.2 ms more, and compiling it 0.5 to 1 s more, plus 1 s the first time in a process.
+    If a cache entry cannot be read or is damaged, the kernel is compiled. This case, and a failure
+    to write the cache, are logged at INFO.
     """
     check_capability(capability)
     shared = canonical(form)

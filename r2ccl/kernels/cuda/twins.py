@@ -104,7 +104,7 @@ def _nregisters(lane: str) -> int:
 
 
 def _stored(lane: str, itemsize: int) -> Any:
-    """Return the NumPy type of the part of a stored element that one register takes.
+    """Return the NumPy type of the part of a stored element that one register holds.
 
     The type may be narrower than the register.
     """
@@ -114,7 +114,7 @@ def _stored(lane: str, itemsize: int) -> Any:
 def _memory(address: int, scalar: Any, count: int, alignment: int = 0) -> Any:
     """Return an array of `count` values at an address.
 
-    `alignment` is the alignment in bytes that the address must have; 0: that of one value.
+    `alignment` is the alignment in bytes that the address must have; 0: the size of one value.
 
     Raises
     ------

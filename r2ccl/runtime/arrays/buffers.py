@@ -131,15 +131,16 @@ class Buffer(msgspec.Struct, frozen=True, eq=False):
 
 
 class JaxBuffer(Buffer, frozen=True, eq=False):
-    """Flat view of an input that is a JAX array; without ``out``, the result is one, too."""
+    """Flat view of an input that is a JAX array; a call without ``out`` returns a JAX array."""
 
 
 def like(x: Any, times: int = 0) -> Any:
     """Allocate an output with the shape and dtype of `x`, C-contiguous and uninitialized.
 
     For a torch, CuPy or Numba array, the output is an array of the same library on the same device.
-    For any other object in host memory, it is a NumPy array; for a JAX array, one whose memory JAX
-    can share. If `times` is not 0, the output has an additional first dimension of that size.
+    For any other object in host memory, it is a NumPy array; if `x` is a JAX array, JAX can share
+    the memory of this NumPy array. If `times` is not 0, the output has an additional first
+    dimension of that size.
 
     Raises
     ------
@@ -151,7 +152,7 @@ def like(x: Any, times: int = 0) -> Any:
 
 
 def like_part(x: Any, nparts: int) -> Any:
-    """Allocate an output for one of `nparts` equal parts of `x`, otherwise as `like` does.
+    """Allocate an output for one of `nparts` equal parts of `x`; see `like` for its type.
 
     If `nparts` divides the number of rows of `x`, the output has ``1 / nparts`` of these rows.
     Otherwise the output is flat. `nparts` must divide the number of elements.
@@ -168,7 +169,7 @@ def like_part(x: Any, nparts: int) -> Any:
 
 
 def like_flat(x: Any, count: int) -> Any:
-    """Allocate a flat output of `count` elements with the dtype of `x`, otherwise as `like` does.
+    """Allocate a flat output of `count` elements with the dtype of `x`; see `like` for its type.
 
     Raises
     ------

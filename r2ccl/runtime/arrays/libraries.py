@@ -92,9 +92,9 @@ def jax_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, 
 def jax_converter(x: Any) -> Callable[[np.ndarray[Any, Any]], Any]:
     """Return a function that converts a NumPy array to a JAX array.
 
-    The new array has the dtype and the shape of the given one. It is on the device of `x`, a JAX
-    array on one device, and committed to the device if `x` is. If the device is a CPU and the given
-    array is from `jax_memory`, the two arrays share memory.
+    The JAX array has the dtype and the shape of the NumPy array. It is on the device of `x`, which
+    must be a JAX array on a single device; it is committed to this device if `x` is committed. If
+    the device is a CPU and the NumPy array is from `jax_memory`, the two arrays share memory.
     """
     jax = sys.modules["jax"]
     (device,) = x.devices()

@@ -1,9 +1,9 @@
 """Fake GPU in host memory, for tests: it implements `Device` and detects unordered accesses.
 
 A `FakeGpu` is the GPU, also called the card; a `FakeDevice` is one process on it. Several devices,
-in threads or used in turn, act as several ranks on one GPU, which exchange memory handles. A
-card made by `FakeGpu.beside` is a second GPU of the same machine. Work runs late and in an order
-drawn from a seed, and accesses to memory are checked::
+in several threads or used alternately by one thread, act as several ranks on one GPU, which
+exchange memory handles. A card made by `FakeGpu.beside` is a second GPU of the same machine. Work
+runs late and in an order drawn from a seed, and accesses to memory are checked::
 
     gpu = FakeGpu(seed)
     device = FakeDevice(gpu)
@@ -22,7 +22,7 @@ drawn from a seed, and accesses to memory are checked::
 - Work that uses memory written by a NIC (`nic_write`) and was enqueued before the host flushed the
   write, on a card that reorders such writes.
 - Freeing, unmapping or unpinning memory, and destroying streams or events, before the host knows
-  that all work that uses them is over (on a device with ``is_strict``, the default).
+  that all work that uses them has finished (on a device with ``is_strict``, the default).
 - Calls that would never return (`WouldHang`), because they wait for work that needs a later action
   of the waiting thread. Such calls enqueue work to a full launch queue or on a GPU with
   ``is_blocking``, or manage memory or load kernels on a GPU with ``is_serial``.

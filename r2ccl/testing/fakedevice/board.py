@@ -322,7 +322,8 @@ class Board:
     def _expose(self) -> None:
         """Mark as exposed the operations that the GPU may be executing, and guard their memory.
 
-        An operation behind one with undeclared accesses is not marked before the latter has run.
+        An operation that is queued behind an operation with undeclared accesses is marked only
+        after that operation has run.
         """
         busy = [stream for stream in self._streams if stream.queue]
         found = bool(busy)
@@ -398,14 +399,14 @@ class Board:
         ]
 
     def check_idle(self, span: Span, host: Host, doing: str) -> None:
-        """Check that no process maps `span`, and that `host` knows that all work on it is over.
+        """Check that no process maps `span`, and `host` knows that all work on it has finished.
 
         `doing` describes the call that frees the span, for the message.
 
         Raises
         ------
         StillInUse
-            If another process maps the span, or the host does not know that the work is over.
+            If another process maps the span, or the host does not know that the work has finished.
         """
         if span.nmappings:
             raise StillInUse.by(doing, str(span), "is mapped by another process")

@@ -55,8 +55,8 @@ class FakeDevice(FakeProcess):
         accesses the same memory.
     is_strict : bool
         If True, a call that frees memory or destroys a stream or an event raises an error unless
-        the host knows that the work using the resource is over. If False, the call waits for the
-        work, as the driver does, but for at most `timeout_s`.
+        the host knows that the work using the resource has finished. If False, the call waits for
+        the work, as the driver does, but for at most `timeout_s`.
     timeout_s : float
         Longest time in seconds that `close` waits for work. Unless `is_strict`, also the longest
         time that any other call waits for work before it frees a resource.
@@ -435,9 +435,9 @@ class FakeDevice(FakeProcess):
             self._give(stream, Launch(label, clock, fake, grid, values, reads, writes))
 
     def _enqueued(self, what: str, stream: Stream) -> tuple[str, Clock]:
-        """Begin a new step of the host; return a description of an operation, and the host's clock.
+        """Begin a new step of the host; return a description and a clock for a new operation.
 
-        The operation is about to be enqueued. The clock is that of the host before the new step.
+        The caller enqueues this operation. The clock is the host's clock before the new step.
         """
         return f"{what}, on {self._stream(stream)}, enqueued at {caller()}", self._host.release()
 

@@ -45,7 +45,7 @@ class FakeGpu:
         Number of operations that the queue of a stream can hold. A call that enqueues a further
         operation waits for room, as with the launch queue of a real GPU.
     is_blocking : bool
-        True if every enqueuing call returns only when its operation is over, as with
+        True if every enqueuing call returns only when its operation has finished, as with
         CUDA_LAUNCH_BLOCKING=1 and under some profilers.
     is_serial : bool
         True if every call that manages memory or loads kernels waits for all work of its process on

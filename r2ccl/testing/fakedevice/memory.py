@@ -295,7 +295,7 @@ class AddressSpace:
         return MemoryPiece(span, address - span.address, nbytes)
 
     def _memory_of(self, address: int) -> str:
-        """Describe the freed or host memory at an invalid address; empty if there is none."""
+        """Return a description of freed or host memory at an invalid address; empty if none."""
         for first, last, what in reversed(self._gone):
             if first <= address <= last:
                 return f" any more: {what}"
@@ -322,7 +322,7 @@ class AddressSpace:
         return sorted(found, key=lambda span: -span.number)
 
     def sharing(self, piece: MemoryPiece) -> list[MemoryPiece]:
-        """Return the bytes of `piece` as a piece of each span that contains all of them."""
+        """Return, for each span that contains all bytes of `piece`, a piece with these bytes."""
         return [
             MemoryPiece(span, piece.position - span.position, piece.nbytes)
             for span in self._spans

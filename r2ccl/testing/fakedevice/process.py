@@ -70,7 +70,7 @@ class FakeProcess:
             yield
 
     def _unfinished(self) -> str:
-        """Return a description of an operation of this device that has not run; empty if none."""
+        """Describe an operation of this device that has not run; return "" if there is none."""
         return next(iter(self._board.pending(self._name, self._card)), "")
 
     def _wait(self, is_over: Callable[[], bool], what: str, why: Callable[[], str]) -> None:
@@ -89,7 +89,7 @@ class FakeProcess:
     def _enqueue(self, stream: FakeStream, operation: FakeOperation) -> None:
         """Append an operation to a stream, once its launch queue has room.
 
-        On a GPU with ``is_blocking``, wait until the operation is over.
+        On a GPU with ``is_blocking``, wait until the operation has finished.
         """
         if stream in self._capturing:
             raise Misuse.of(f"{operation.what}, whose stream captures a graph")
@@ -107,7 +107,7 @@ class FakeProcess:
         return self._board.space.find(self._name, self._reached, address, nbytes)
 
     def _own(self, address: int, kind: MemoryKind) -> Span:
-        """Return the span of `kind` that this device made at `address`; raise Misuse if none."""
+        """Return this device's span of `kind` at `address`; raise Misuse if there is none."""
         span = self._find(address, 0).span
         if (
             span.address != address
@@ -192,7 +192,7 @@ class FakeProcess:
             If `address` is not the start of memory from `caller_memory` of this device.
         StillInUse
             If work on the memory, of this or another process, has not run, or the host does not
-            know that the work of this process is over.
+            know that the work of this process has finished.
         """
         with self._called("free_caller_memory"):
             span = self._find(address, 0).span

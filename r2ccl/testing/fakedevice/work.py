@@ -68,7 +68,7 @@ class Word:
         return _is_at_least(self._written[-1][0], value)
 
     def learn(self, clock: Clock, value: int) -> None:
-        """Merge the clock of the actor that first wrote `value` or more into `clock`.
+        """Merge into `clock` the clock of the actor that first wrote `value` or more.
 
         A stream that waits for `value` calls this method with its clock, so that its later work is
         ordered after that write. Before the call, the word must have reached `value`.
@@ -162,13 +162,13 @@ class Copy(FakeOperation):
 
 
 class Record(FakeOperation):
-    """Operation that records an event; it runs once all earlier work of the stream is over."""
+    """Operation that records an event; it runs when all earlier work of the stream has finished."""
 
     #: Stamp of its step in the stream; None until it has run.
     stamp: Stamp | None = None
 
     def run(self, stamp: Stamp, clock: Clock) -> None:
-        """Keep the stream's clock, for `WaitForRecord` and for hosts that see the event done."""
+        """Store the stream's clock, for `WaitForRecord` and for hosts that find the event done."""
         self.clock = dict(clock)
         self.stamp = stamp
 

@@ -1,4 +1,4 @@
-"""Driver thread of a lab: applies faults at their time, or when a rank reports that one is due.
+"""Driver thread of a lab: applies faults at their time, or when a rank reports that a fault is due.
 
 Timed faults of a plan, ends of faults and flaps are scheduled with `Driver.call_later`. Ranks
 report over a Unix socket. Each report gets an answer, with an error if the fault could not be

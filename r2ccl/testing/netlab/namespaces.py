@@ -282,7 +282,7 @@ def _directory(name: str) -> Path:
 
 
 def _start_time(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot; 0 if it does not exist.
+    """Return the start time of a process in clock ticks since boot; 0 if there is no such process.
 
     The pid and the start time identify a process until the next boot (proc(5), stat).
     """

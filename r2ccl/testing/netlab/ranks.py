@@ -221,7 +221,7 @@ class LabJob:
 
 
 def _read_until(deadline: float, selector: selectors.BaseSelector, running: int) -> int:
-    """Read output and reap ranks until none of `running` ranks is left, or until `deadline`.
+    """Read output and reap ranks until all `running` ranks have ended, or until `deadline`.
 
     Return the number of ranks that still run.
     """
@@ -252,7 +252,7 @@ class _LineReader:
         return self._pipe.fileno()
 
     def read(self) -> bool:
-        """Read one piece of output; return False at the end of the output, or if none is there."""
+        """Read one piece of output; return False at the end of the output, or if none is ready."""
         try:
             data = os.read(self.fileno(), _READ_NBYTES)
         except BlockingIOError:

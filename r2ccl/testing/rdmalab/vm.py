@@ -129,17 +129,17 @@ def run(
         Size of the machine. Default: ``VirtualMachine()``.
     timeout_s : float
         Time limit in seconds for the whole run, including the boot. If the limit passes while the
-        command runs, the machine is killed and the result has `is_timed_out`.
+        command runs, the machine is killed and `VmResult.is_timed_out` is True.
     report : Path, optional
-        Directory for the command's results, created if it does not exist. The variable
-        ``R2CC_RDMALAB_REPORT`` of the command is its path. Files in other directories that the
-        machine shares with the host are kept too.
+        Directory for the command's results, created if it does not exist. The command finds the
+        path of the directory in its variable ``R2CC_RDMALAB_REPORT``. Files that the command writes
+        to other directories are kept too if the machine shares these directories with the host.
     environment : mapping, optional
-        Variables that override the variables of this process and of the lab, except the path of
-        `report`.
+        Variables that override the variables of this process and of the lab. If `report` is given,
+        they do not override ``R2CC_RDMALAB_REPORT``.
     sink : callable, optional
-        Called with each piece of the machine's output: that of the command, stdout and stderr
-        together, and messages of the runner and of the setup. Default: the output goes to stdout.
+        Called with each piece of the machine's output: stdout and stderr of the command, in one
+        stream with messages of the runner and of the setup. Default: the output goes to stdout.
 
     Raises
     ------

@@ -54,7 +54,7 @@ class Checker:
         self.sent[key] = self.bytes_of(source, view)
 
     def delivered(self, rank: int, peer: int, channel: int, landing: Landing, payload: Any) -> None:
-        """Raise Violation unless a delivered slice is the next one and has the bytes posted."""
+        """Raise Violation unless a slice is the next one of its link and has the bytes posted."""
         key = (peer, rank, channel)
         expected = self.next_seq.get(key, 0)
         if landing.seq != expected:
@@ -96,7 +96,8 @@ class Checker:
         health : Health
             The health that the rank uses.
         nevents : int
-            Number of events of the simulation so far; `began` keeps that of the first rank.
+            Number of events of the simulation so far; `began` keeps the value given by the
+            first rank that plans the collective.
 
         Raises
         ------

@@ -50,7 +50,7 @@ class ControlHost(Protocol):
         ...
 
     def on_path(self, peer: int, rail: int, epoch: int, endpoint: End) -> None:
-        """Handle a new connection of a path; the rank owns its end, `endpoint`, from now on."""
+        """Handle a new connection of a path; the rank now owns `endpoint`, its local end."""
         ...
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
@@ -158,11 +158,11 @@ class SimControl:
         self.gossip(Flooded(rank, number, self._codec.encode(message)))
 
     def tick(self, excused_s: float) -> None:
-        """Report lost peers to the host: silent for longer than the peer timeout, or cut off.
+        """Report a peer as lost if it is cut off, or silent for longer than the peer timeout.
 
-        The loss of a silent peer is sent to the neighbors, too. A peer is cut off if every route to
-        it passes through a lost rank. `excused_s` is the time in seconds for which this process did
-        not run; this time does not count as silence.
+        Report the loss to the host and, for a silent peer, to the neighbors too. A peer is cut off
+        if every route to it passes through a lost rank. `excused_s` is the time in seconds for
+        which this process did not run; this time does not count as silence.
         """
         now = self._timeline.now
         for peer, session in list(self._sessions.items()):

@@ -119,7 +119,7 @@ def expected(
     ------
     AssertionError
         If the result of the interpreted schedule differs from a reduction in rank order by more
-        than the rounding error; without reduction, if it differs from the inputs at all.
+        than the rounding error; without reduction, if it differs from the inputs.
     """
     inputs = [draw(dtype, count, call, rank) for rank in range(schedule.nranks)]
     finish = functools.partial(_mean, nranks=schedule.nranks) if op is ReduceOp.AVG else None
@@ -145,7 +145,7 @@ def _function(dtype: str, op: ReduceOp) -> Callable[[Array, Array], Array]:
 
 
 def _best(kind: np.dtype[Any], sign: int, left: Array, right: Array) -> Array:
-    """Return, per element, the pair with the least ``sign * value``, then with the least index."""
+    """Return, per element, the pair with the least ``sign * value``; on ties, least index."""
     pairs = zip(left.view(kind).tolist(), right.view(kind).tolist(), strict=True)
     best = [min(pair, key=lambda each: (sign * each[0], each[1])) for pair in pairs]
     result = np.zeros(left.size, kind)

@@ -86,9 +86,9 @@ class GpuPool(LandingPool):
         self._device.write(_address_of(place), np.full(place.nbytes, _POISON, np.uint8))
 
     def take(self, nbytes: int) -> Place:
-        """Return a free place.
+        """Return a free landing place.
 
-        Raise Violation if its first `nbytes` bytes were written while it was free.
+        Raise Violation if the first `nbytes` bytes of the place were written while it was free.
         """
         place = super().take(nbytes)
         if (self._device.read(_address_of(place), nbytes) != _POISON).any():

@@ -118,9 +118,9 @@ class SimNetwork:
         return self.wires[min(a, b), max(a, b), rail]
 
     def bypass(self, rank: int, peer: int, way: BypassWay) -> Wire | None:
-        """Return a new wire from `rank` to `peer` by `way`.
+        """Return a new wire from `rank` to `peer` for the bypass `way`.
 
-        Return None if the network lacks the way, or the way is not up now.
+        Return None if the network lacks the bypass, or the bypass is not up now.
         """
         pair = (min(rank, peer), max(rank, peer))
         if way.to == peer:
@@ -185,7 +185,7 @@ class SimNetwork:
                 self.cut(bypass, Cut((), cut.keep, cut.late_s))
 
     def restore(self, wire: Wire) -> None:
-        """Undo one cut of `wire`, if any; after the last one, stalled connections continue."""
+        """Undo one cut of `wire`, if any; when none is left, stalled connections continue."""
         if wire.is_up:
             return
         self.note("restore", wire.pair, wire.rail)

@@ -20,8 +20,8 @@ class CallSpec(msgspec.Struct, frozen=True):
     Attributes
     ----------
     count : int
-        Number of elements. For allgather, alltoall and gather without `sizes`, it must be a
-        multiple of the number of ranks.
+        Number of elements. If `sizes` is empty and the collective is allgather, alltoall or gather,
+        it must be a multiple of the number of ranks.
     algorithm : str
         Name of the schedule in `r2ccl.testing.simulation.SCHEDULES`, which determines the
         collective. With `is_planned`, a name in `r2ccl.config.ALGOS`.
@@ -183,7 +183,7 @@ class Kill(msgspec.Struct, frozen=True):
 
 
 class Lose(msgspec.Struct, frozen=True):
-    """Fault: message `number` is lost, and its connection breaks unless it is a control frame.
+    """Fault: message `number` is lost; its connection breaks, unless it is a control frame.
 
     The messages of a run, including control frames, are numbered from 0 in the order in which they
     are sent.
@@ -195,7 +195,8 @@ class Lose(msgspec.Struct, frozen=True):
 class Hold(msgspec.Struct, frozen=True):
     """Fault: message `number`, numbered as in `Lose`, is delayed by `ms`.
 
-    Unless it is a control frame, later messages of its sender on the same path do not overtake it.
+    Later messages of the same sender on the same path do not overtake the delayed message. Later
+    messages may overtake a delayed control frame, because it travels on no path.
     """
 
     number: int

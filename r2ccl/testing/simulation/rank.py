@@ -456,7 +456,7 @@ class SimRank:
                 self.phase = RankPhase.DONE
 
     def _give_up(self) -> None:
-        """End the call with an error, once no peer can write to its memory any more."""
+        """End the call with an error, once no peer can write to its memory."""
         if self.phase is RankPhase.DONE:
             return
         self.phase = RankPhase.FENCING

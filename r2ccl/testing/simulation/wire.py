@@ -74,8 +74,8 @@ class Act(enum.Enum):
     """Action of the network on a message.
 
     A path is reliable and ordered. For a message of a path, DROP therefore breaks the connection,
-    and later messages of the same sender do not overtake one with DELAY. CUT breaks the wire before
-    the message arrives. For a control message, DROP and CUT lose only the message. DUPLICATE
+    and later messages of the same sender do not overtake a delayed message. CUT breaks the wire
+    before the message arrives. For a control message, DROP and CUT lose only the message. DUPLICATE
     delivers a control message twice; a message of a path is then delivered once.
     """
 

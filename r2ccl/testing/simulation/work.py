@@ -100,7 +100,7 @@ class SimWork:
         return busy[rank % len(busy)] / 1e3 if busy else 0.0
 
     def _seen(self, health: Health) -> Health:
-        """Return `health`, in which no NIC has a larger share than `Workload.slow` gives it."""
+        """Return `health` with the share of each NIC limited to its share in `Workload.slow`."""
         slow = self.workload.slow
         worst = [each._replace(share=min(each.share, health.share(*each[:2]))) for each in slow]
         return health.changed(worst) if worst else health

@@ -291,8 +291,8 @@ class TcpTransport(PreconnectedTransport):
     def has_other_events(self, lent: Collection[Connection]) -> bool:
         """Return True if `poll` must be called for a reason other than the connections `lent`.
 
-        The reasons are a connection that is not lent and has a ready socket or frames that are not
-        parsed, and a probe that is in flight or not yet reported. The borrower must give back all
+        Such a reason is a probe that is in flight or not yet reported, or a connection that is not
+        lent and has either a ready socket or unparsed frames. The borrower must give back all
         connections before it calls `poll`. A `wake` before this call does not make a later `poll`
         return.
         """
@@ -374,7 +374,7 @@ class TcpTransport(PreconnectedTransport):
     def close(self) -> None:
         """Close every socket. Idempotent.
 
-        If an error occurs for one socket, the others are closed all the same.
+        If an error occurs for one socket, the others are still closed.
 
         Raises
         ------
@@ -568,8 +568,9 @@ class TcpTransport(PreconnectedTransport):
     def _parse(self, conn: Connection) -> bool:
         """Parse one frame of the buffer, whose header is complete.
 
-        If a fragment of a cleared slice is incomplete, ``conn.target`` becomes the place of the
-        rest. Return False if an eager slice is incomplete or the frame is malformed.
+        If a fragment of a cleared slice is incomplete, set ``conn.target`` to the part of the
+        landing place that is still missing. Return False if an eager slice is incomplete or the
+        frame is malformed.
         """
         start = conn.parsed + HEADER_NBYTES
         kind, channel, nbytes, seq, ack, op, signature = HEADER.unpack_from(
@@ -670,8 +671,8 @@ class TcpTransport(PreconnectedTransport):
         """Offer up to `_CALL_NBYTES` bytes of ``sending`` to the socket, in one system call.
 
         Return False if the socket accepted only a part of the offered bytes. Raise BlockingIOError
-        if it accepted none. If the connection is broken, an error is raised, but no SIGPIPE, which
-        could end the user's process.
+        if it accepted none. If the connection is broken, raise another OSError; SIGPIPE, which
+        could end the user's process, is suppressed.
         """
         sending = conn.sending
         if len(sending) == 1:

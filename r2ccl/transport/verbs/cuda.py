@@ -40,9 +40,9 @@ class CudaDriver(Protocol):
         ...
 
     def is_dmabuf_supported(self, address: int) -> bool:
-        """Return True if the GPU can export its memory as a dma-buf (attribute DMA_BUF_SUPPORTED).
+        """Return True if the GPU that has the memory at `address` can export it as a dma-buf.
 
-        The GPU is the one that has the memory at `address`.
+        This is the attribute DMA_BUF_SUPPORTED of the GPU.
         """
         ...
 

@@ -2,9 +2,9 @@
 
 pyverbs holds the GIL in every call, so no call may wait for an event or for a peer: events are read
 only from descriptors that are readable, and on Ethernet, queue pairs are connected only to peers
-whose link-layer address the kernel already knows. (If that cannot be found out, connecting may
-block; see `NeighbourTable.knows`.) Compiled code (`r2ccl.transport.verbs.fastpath`) takes the place
-of pyverbs in polling the completion queue and posting most requests, if the parameter `fastpath`
+whose link-layer address the kernel already knows. (If only connecting can resolve the address,
+connecting may block; see `NeighbourTable.knows`.) Compiled code (`r2ccl.transport.verbs.fastpath`)
+polls the completion queue and posts most requests instead of pyverbs, if the parameter `fastpath`
 allows it, Numba is installed, and libibverbs' structs are found and verified.
 
 Invariant: `RdmaDevice.close` closes the objects of the device in the order that verbs requires. All
@@ -106,7 +106,7 @@ class NeighbourTable(Protocol):
         Also return True if only connecting a queue pair can resolve it. Return False, without
         waiting, if the address is not known yet (the kernel then begins to resolve it), or if the
         lookup failed for a reason that may pass, such as a missing route. Both arguments are GIDs
-        as text; `source` is that of this port.
+        as text; `source` is the GID of this port.
 
         Raises
         ------

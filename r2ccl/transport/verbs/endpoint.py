@@ -1,4 +1,4 @@
-"""One end of a path over verbs: its queue pair, its send queues, and what is in flight on it.
+"""One end of a path over verbs: its queue pair, its send queues, and its requests in flight.
 
 `r2ccl.transport.verbs.transport` posts the queued items and handles the completions. Invariant: the
 memory of a request is released only when the request has completed, or the queue pair was reset or
@@ -175,7 +175,7 @@ class VerbsEndpoint:
         """Forget the announced landing places and the slices being written; yield their memory.
 
         The caller releases the memory. The queue pair must have been reset or destroyed, so that no
-        NIC accesses the memory any more.
+        NIC accesses the memory.
         """
         for place in self.places.values():
             yield place.reach

@@ -6,8 +6,8 @@ structs, which pyverbs does not expose. So this module reads the machine words o
 takes each as a pointer, and looks for the one struct whose fields have the values known from
 elsewhere (descriptors, handles, numbers). If a value differs, the compiled code is not used.
 
-Invariant: memory is read through ``/proc/self/mem``, which returns an error for an unmapped address
-where following a pointer would crash the process.
+Invariant: memory is read through ``/proc/self/mem``, which returns an error for an unmapped
+address, whereas following a pointer to such an address would crash the process.
 
 References
 ----------
@@ -180,7 +180,7 @@ class _OwnMemory:
         layout : numpy.dtype
             Layout of the struct.
         **known : int
-            Expected values of some fields, which tell the struct from others.
+            Expected values of some fields, which distinguish the struct from others.
 
         Raises
         ------

@@ -1,10 +1,10 @@
-"""Allocations of host memory, and how to notice that one is freed.
+"""Allocations of host memory, and detection of the moment when an allocation is freed.
 
 Theory of operation
 -------------------
 A registration outlives the call it was made for, so it must end when its memory is freed. An
 address that is freed and mapped again refers to other pages, but the old registration would still
-access the old pages. The address alone does not show that this happened. Two things do:
+access the old pages. The address alone does not show that this happened. Two values do:
 
 * the *owner*, the object that keeps the memory alive. `allocation_of` follows a NumPy view to the
   array or object at its root, so all views of one array have the same owner;
@@ -102,8 +102,8 @@ def allocation_of(address: int, nbytes: int, owner: Any) -> Allocation:
 class Lifetime:
     """Reference to the owner of memory.
 
-    It is weak (the owner is *watched*) if the owner accepts weak references and certainly keeps its
-    memory until it dies, else strong (the owner is *held*).
+    The reference is weak (the owner is *watched*) if the owner accepts weak references and cannot
+    free or move its memory before it dies; otherwise it is strong (the owner is *held*).
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ class Lifetime:
         return self.owner() is owner or (isinstance(held, memoryview) and held.obj is owner)
 
     def owner(self) -> Any:
-        """Return the owner, or the export of its buffer if that is held instead.
+        """Return the owner, or the export of its buffer if the export is held instead.
 
         Return None if there is no owner or the owner has died.
         """
@@ -160,9 +160,10 @@ class Lifetime:
 
 
 def _is_watchable(owner: Any) -> bool:
-    """Return True if `owner` accepts weak references and certainly keeps its memory until it dies.
+    """Return True if `owner` accepts weak references and keeps its memory until it dies.
 
-    An object with a buffer certainly keeps its memory only if it is a NumPy array or a memoryview.
+    An object with a buffer is assumed to keep its memory only if it is a NumPy array or a
+    memoryview.
     """
     if not isinstance(owner, np.ndarray | memoryview) and _export(owner) is not None:
         return False

@@ -5,8 +5,8 @@ open, as a descriptor does. In a child that outlives a killed parent, it would k
 queue pairs alive, and the peers' NICs would continue to write to memory that nobody reads. So, in
 each child, a fork handler replaces every such mapping with zeroed memory before ``os.fork``
 returns. Mappings that other libraries made are replaced too: queue pairs do not work in a child
-anyway. The addresses stay mapped, because the provider unmaps them if the child frees the
-provider's objects: no other memory may be there then.
+anyway. The addresses stay mapped, so that no other memory is mapped there: if the child frees the
+provider's objects, the provider unmaps these addresses.
 """
 
 from __future__ import annotations

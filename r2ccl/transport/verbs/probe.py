@@ -10,7 +10,7 @@ through them.
 A failure that breaks the connection of a probe breaks paths as well, so more probes of the same two
 ports follow within seconds, before the connection is made again. Their outcome is "not answered"
 too, for `_SILENCE_S` seconds after the last failure of a probe or of the test of a new connection.
-After that it is None: there is no connection to probe with.
+Afterwards the outcome is None, because there is no connection for the probe.
 
 An end makes its queue pair when `info` is first read, or in `join` once the peer's link-layer
 address is known. At the probed rank `join` comes first, so an unknown address costs no queue pair.

@@ -29,7 +29,7 @@ NCOMPLETIONS = NSENDS + NRECEIVES + 1 + _NPROBES
 
 
 def completions(npeers: int) -> int:
-    """Return how many completion queue entries a NIC needs for `npeers` peers; 0 counts as 1."""
+    """Return the number of completion queue entries that a NIC needs for max(`npeers`, 1) peers."""
     return max(1, npeers) * NCOMPLETIONS
 
 

@@ -1,7 +1,8 @@
 """Registration of an allocation with every NIC or none, and explanations of refusals.
 
-`Registrar` and `MemoryRegion` are the interfaces of a NIC, `Memory` that of a kind of memory (host
-or GPU). They keep pyverbs and CUDA out of this module and of the registration cache.
+`Registrar` and `MemoryRegion` are the interfaces of a NIC. `Memory` is the interface of a kind of
+memory (host or GPU). These interfaces keep pyverbs and CUDA out of this module and of the
+registration cache.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Memory(Protocol):
         Raises
         ------
         InvalidArgument
-            If the bytes are not part of one allocation, or not of one that `owner` owns.
+            If the bytes are not part of one allocation, or `owner` does not own the allocation.
         TransportError
             If memory of this kind cannot be registered.
         """
@@ -99,7 +100,7 @@ class Memory(Protocol):
         Raises
         ------
         TransportError
-            If the driver cannot tell.
+            If the driver cannot identify the allocation.
         """
         ...
 
@@ -197,7 +198,7 @@ def refusal(nic: str, nbytes: int, exc: Exception) -> TransportError | None:
 
 
 def close_all(registrars: Sequence[Registrar], regions: Sequence[MemoryRegion]) -> None:
-    """Deregister `regions`; region *i* is that of registrar *i*.
+    """Deregister `regions`; region *i* was registered by registrar *i*.
 
     A NIC that cannot deregister may be gone, so the error is only logged.
 

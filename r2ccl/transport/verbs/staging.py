@@ -88,9 +88,9 @@ class Staging:
     def reach(self, view: memoryview, nic: int) -> Reach:
         """Return memory through which the NIC with index `nic` can send or receive slice `view`.
 
-        This is the memory of `view` if that is registered, else a staging buffer: the caller copies
-        the slice into the buffer before a send, or out of it after a receive. The memory is pinned
-        until `release`.
+        This is the memory of `view` if it is registered, else a staging buffer. The caller copies
+        the slice into the buffer before a send, or out of the buffer after a receive. The returned
+        memory is pinned until `release`.
 
         Raises
         ------
@@ -127,7 +127,7 @@ class Staging:
         return Reach(address + keys.iova_base, keys.lkey, keys.rkey, found, None)
 
     def release(self, reach: Reach) -> None:
-        """Unpin the memory of `reach`; no work request may use it any more.
+        """Unpin the memory of `reach`; afterwards no work request may use it.
 
         Its staging buffer, if any, may be used for another slice.
         """

@@ -6,7 +6,7 @@ registered buffers. Each device has one completion queue, which is polled while 
 there is none, ``poll`` waits in epoll for the completion channels and async events of all devices.
 
 A fence takes the queue pair to ERR and waits for two markers, the last requests of its send queue
-and of its receive queue: once both have completed, no late write can land any more. If a device
+and of its receive queue: once both have completed, no late write can land. If a device
 does not complete them by a deadline, the queue pair is destroyed.
 
 Invariants: after `Fenced`, no event of the fenced connection is reported. A slice whose transfer
@@ -191,8 +191,8 @@ class VerbsTransport:
     def open(self, path: PathKey, endpoint: VerbsEndpoint) -> None:
         """Begin to use `endpoint`, which has joined, as `path`.
 
-        The next `poll` reports the slices and messages that arrived on it before this call, and
-        its failure, if it has failed since it joined.
+        The next `poll` reports the slices and messages that arrived at `endpoint` before this call,
+        and a failure of `endpoint` that occurred between its `join` and this call.
         """
         if endpoint.state is EndpointState.JOINING:
             endpoint.state = EndpointState.LIVE
@@ -257,7 +257,7 @@ class VerbsTransport:
     def close(self) -> None:
         """Destroy every queue pair, then close the devices. Idempotent.
 
-        If one step raises, the others run all the same; if Ctrl-C interrupts the call, the next
+        If one step raises, the others still run; if Ctrl-C interrupts the call, the next
         call repeats all steps.
         """
         # First, so that nothing is posted to a destroyed queue pair.
@@ -367,7 +367,7 @@ class VerbsTransport:
     def _name(self, end: VerbsEndpoint, frame: Frame, region: memoryview) -> None:
         """Queue a clear-to-send for a slice.
 
-        The slice lands in `region` if that is registered, else in a staging buffer.
+        The slice lands in `region` if `region` is registered, else in a staging buffer.
         """
         number = end.numbers.popleft()
         reach = self._staging.reach(region, end.nic)
@@ -447,9 +447,9 @@ class VerbsTransport:
         return self._epoll.fileno()
 
     def _listen(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds until a descriptor is ready; return True if one was.
+        """Wait up to `timeout_s` seconds for a ready descriptor; return False if none was ready.
 
-        Notifications of completions are consumed, async events handled.
+        Consume the notifications of completions, and handle async events.
         """
         ready = self._epoll.poll(timeout_s)
         for fd, _ in ready:
@@ -625,7 +625,7 @@ class VerbsTransport:
     def _fail(self, end: VerbsEndpoint, status: str, detail: str) -> None:
         """Report the first failure of an end; do nothing for a later failure, or a fenced end.
 
-        The failure of an open end is reported as `Failed`, that of an end not yet opened as
+        An open end reports the failure as `Failed`. An end that is not open yet reports it as
         `Joined`.
         """
         if end.state is EndpointState.LIVE:
@@ -653,7 +653,7 @@ class VerbsTransport:
             self._fenced(end)
 
     def _drained(self, end: VerbsEndpoint) -> None:
-        """Finish a fence: both markers completed, so no request is in flight any more."""
+        """Finish a fence: both markers completed, so no request is in flight."""
         self._discard(end)
         self._fenced(end)
 
