@@ -142,7 +142,8 @@ def _follow(inner: Sequence[Op], leader: int) -> tuple[Op, ...]:
 def _lead(inner: Sequence[Op], others: Sequence[int], leaders: Sequence[int]) -> tuple[Op, ...]:
     """Return the ops of a leader: reduce the members' data, run the inner ops, send the results.
 
-    If the only node has several members, the inner ops are left out: the node's sum is the result.
+    If there is only one node and it has several members, the inner ops are left out, because the
+    sum of the node is already the result.
     """
     is_only_node = len(leaders) == 1
     program = ProgramBuilder()

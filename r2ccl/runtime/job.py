@@ -177,7 +177,10 @@ class Job:
 
     @property
     def is_below(self) -> bool:
-        """True if `Participant.is_below` is True for any communicator."""
+        """True if the caller is a signal handler that interrupted a blocking call of its thread.
+
+        It is True if `Participant.is_below` is True for any communicator of the job.
+        """
         return any(participant.is_below for participant in tuple(self._participants))
 
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:

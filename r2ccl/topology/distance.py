@@ -84,8 +84,9 @@ class PathFinder:
     def between(self, start: Vertex, end: Vertex) -> TopologyPath | None:
         """Return the best path from `start` to `end`, or None if they are not connected.
 
-        If a port cannot access the memory of a GPU (`has_gdr` is false for one of them), the path
-        between them passes through the GPU's processor, where the data is copied.
+        If a port cannot access the memory of a GPU (`has_gdr` is false for the port or for the
+        GPU), the path between the two passes through the CPU to which the GPU is attached, and the
+        data is copied there.
 
         Raises
         ------

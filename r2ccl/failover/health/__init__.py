@@ -1,1 +1,4 @@
-"""Health table of all rails, and the agreement on the first collective that uses a new version."""
+"""Health table of all rails, and the agreement of the ranks on its versions.
+
+The ranks agree on which collective is the first to use a new version of the table.
+"""

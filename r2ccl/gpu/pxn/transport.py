@@ -139,7 +139,7 @@ class PxnTransport:
 
     Notes
     -----
-    Until the first rail has a relay, all calls are only forwarded.
+    As long as no rail has a relay, all calls are forwarded to `inner` unchanged.
     """
 
     def __init__(self, inner: TransportPart) -> None:

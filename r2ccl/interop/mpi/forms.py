@@ -45,7 +45,10 @@ def received(make: Make) -> tuple[Any, Any, Any]:
 
 
 def blocking(make: Make) -> Any:
-    """Return a method that runs the call made by `make` and returns the received object or None."""
+    """Return a method that builds a call with `make`, runs it, and returns the received object.
+
+    The method returns None if the call receives no object.
+    """
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         with handled(self.mpi):

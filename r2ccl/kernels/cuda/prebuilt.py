@@ -153,7 +153,7 @@ def write(kernels: Mapping[Form, bytes], origin: Origin, path: Path) -> None:
 
 
 def make() -> None:
-    """Compile all kernels, on all processors, and write the archive."""
+    """Compile all kernels, in parallel on all CPU cores, and write the archive."""
     given = tuple(forms())
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         kernels = dict(zip(given, pool.map(_compiled, given, chunksize=4), strict=True))

@@ -427,7 +427,11 @@ class SimNetwork:
         return True
 
     def write(self, message: SimMessage, is_last: bool) -> None:
-        """Move one half of a cleared slice from the sender's memory to its landing place."""
+        """Copy one half of a slice from the sender's memory to the receiver's.
+
+        The receiver has announced the address of the slice before (a clear). `is_last` selects the
+        second half.
+        """
         region, view = message.region, message.view
         assert region is not None
         assert view is not None
