@@ -42,6 +42,8 @@ from r2ccl.errors import (
 
 _Result = TypeVar("_Result")
 
+#: Maximum number of ranks on one machine, about ten times the cores of the largest ones.
+_MAX_LOCAL_RANKS = 16_384
 #: Seconds that the ranks have to exit by themselves after `launch` has the results, or an error
 #: other than its timeout.
 _FAILURE_GRACE_S = 5.0
@@ -100,7 +102,7 @@ class LocalJob:
     Raises
     ------
     InvalidArgument
-        If `nranks` is not an integer of at least 1.
+        If `nranks` is not an integer from 1 to 16,384.
     OSError
         If this process cannot open a socket.
 
@@ -117,8 +119,10 @@ class LocalJob:
             self.nranks = operator.index(nranks)
         except TypeError:
             self.nranks = 0
-        if self.nranks < 1:
-            raise InvalidArgument(f"nranks={nranks!r}: an integer of at least 1 is needed")
+        if not 1 <= self.nranks <= _MAX_LOCAL_RANKS:
+            raise InvalidArgument(
+                f"nranks={nranks!r}: an integer from 1 to {_MAX_LOCAL_RANKS:,} is needed"
+            )
         with contextlib.ExitStack() as opened:
             _open_standard_streams(opened)
             self.listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -186,7 +190,7 @@ def launch(
     TransportTimeout
         If not all ranks return within `timeout_s`.
     InvalidArgument
-        If `nranks` is not an integer of at least 1, `timeout_s` is not a number, or `env` has a
+        If `nranks` is not an integer from 1 to 16,384, `timeout_s` is not a number, or `env` has a
         name or a value that no variable can have; if `fn` is not callable or cannot be pickled, or
         a result cannot be pickled and unpickled; if the working directory was removed; or if the
         main script calls `launch` while another process imports it.

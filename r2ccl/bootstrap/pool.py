@@ -72,7 +72,7 @@ def launch_pool(
     Raises
     ------
     InvalidArgument
-        If `nranks` is not an integer of at least 1, a setting or `faults` is wrong or cannot be
+        If `nranks` is not an integer from 1 to 16,384, a setting or `faults` is wrong or cannot be
         pickled, `env` has a name or a value that no variable can have, the working directory was
         removed, or the main script calls this function while another process imports it.
     Exception

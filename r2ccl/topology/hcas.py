@@ -285,7 +285,9 @@ def _parse_port(root: Path, device: Path, port: Path) -> Hca:
 
 
 def _index_of(root: Path, netdev: str) -> int:
-    return int(_read(root.parent / "net" / netdev / "ifindex") or 0) if netdev else 0
+    interface = root.parent / "net" / netdev
+    with _parsing(interface):
+        return int(_read(interface / "ifindex") or 0) if netdev else 0
 
 
 def _read_gids(port: Path) -> tuple[Gid, ...]:

@@ -163,6 +163,11 @@ def error_of_requests_of_a_generator(MPI: Any, comm: Any) -> Any:
 
 
 @case
+def error_of_a_set_of_requests(MPI: Any, comm: Any) -> Any:
+    MPI.Request.Waitall({comm.Isend(np.zeros(1), MPI.PROC_NULL)})
+
+
+@case
 def lists_of_persistent_requests_of_mpi(MPI: Any, comm: Any) -> Any:
     """Requests of a communicator that is MPI's in both: no request counts once it is completed."""
     R, out, found = MPI.Request, bytearray(1), []

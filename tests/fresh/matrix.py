@@ -58,6 +58,9 @@ SILENCE_S = 60.0
 #: Guards of namespaces end a moment after their owner.
 SETTLE_S = 5.0
 
+#: Lines shown of the output of a command that failed.
+NSHOWN = 60
+
 _EXIT_UNAVAILABLE = 69
 
 #: Variables of the caller that say where packages come from and whom to trust.
@@ -298,12 +301,11 @@ class Matrix:
         return folder
 
     def _attempt(self, environment: Environment, step: Step, checkout: Path) -> Outcome:
-        log = LOGS / f"{environment.name}-{step.name}.log"
+        log = _log(environment.name, step.name)
         began_s = time.monotonic()
         status, silence_s = self._execute(environment, step, checkout, log)
         took_s = time.monotonic() - began_s
         text = log.read_text(errors="replace")
-        lines = [line for line in text.splitlines() if line.strip()]
         wrong = []
         if status not in step.allowed:
             wrong.append(f"exit status {status}")
@@ -311,7 +313,7 @@ class Matrix:
             wrong.append("a traceback")
         if step.name == "demo" and silence_s > SILENCE_S:
             wrong.append(f"silent for {silence_s:.0f} s")
-        last = lines[-1] if lines else "(no output)"
+        last = _last_lines(text, 1) or "(no output)"
         return Outcome(
             environment.name, step.name, status, took_s, silence_s, last, ", ".join(wrong)
         )
@@ -401,6 +403,15 @@ class Matrix:
         found += [str(path) for path in temporary.iterdir()]
         found += [str(path) for path in home.iterdir() if path.name != ".cache"]
         return ", ".join(found)
+
+
+def _log(environment: str, step: str) -> Path:
+    return LOGS / f"{environment}-{step}.log"
+
+
+def _last_lines(text: str, n: int) -> str:
+    """Return the last `n` lines of `text` that are not blank."""
+    return "\n".join([line for line in text.splitlines() if line.strip()][-n:])
 
 
 def _map_all_ids(popen: subprocess.Popen[bytes]) -> None:
@@ -530,9 +541,13 @@ def main() -> int:
     table = show(outcomes)
     (LOGS / "table.md").write_text(table + "\n")
     print(f"\n{table}\n")
-    nwrong = sum(bool(each.wrong) for each in outcomes)
-    print(f"{len(outcomes) - nwrong} passed, {nwrong} failed")
-    return int(nwrong > 0)
+    wrong = [each for each in outcomes if each.wrong]
+    for each in wrong:
+        log = _log(each.environment, each.step)
+        if log.exists():
+            print(f"{log} ends with:\n{_last_lines(log.read_text(errors='replace'), NSHOWN)}\n")
+    print(f"{len(outcomes) - len(wrong)} passed, {len(wrong)} failed")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -451,7 +451,7 @@ class MpiPrequest(MpiRequest):
 
 
 def _checked(requests: Sequence[Any]) -> Sequence[Any]:
-    if not isinstance(requests, Sized):
+    if not (isinstance(requests, Sized) and hasattr(requests, "__getitem__")):
         raise TypeError(f"{requests!r}: a sequence of requests is needed, such as a list")
     for request in requests:
         if not isinstance(request, MpiRequest | MPI.Request):

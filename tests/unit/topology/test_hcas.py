@@ -237,6 +237,15 @@ def test_the_interface_of_a_gid_may_be_a_vlan(tree: Tree) -> None:
         assert find.interface() == index
 
 
+def test_a_garbled_number_of_an_interface_is_an_error_that_names_it(tree: Tree) -> None:
+    roce_port(tree, "mlx5_0", "eth0", host=1)
+    find = GidFinder("mlx5_0", 1, root=tree.root)
+    find()
+    attribute(tree.net / "eth0" / "ifindex", "two")
+    with pytest.raises(OSError, match=r"cannot parse the attributes of .*eth0.*'two'"):
+        find.interface()
+
+
 def test_a_gid_that_stays_costs_one_slot(tree: Tree) -> None:
     port = soft_roce_port(tree)
     find = GidFinder("rxe0", 1, root=tree.root)
