@@ -11,8 +11,8 @@ failure of a connection, it returns, and the data loop finishes the call. An exc
   compiled;
 - `repeated`, compiled too, begins the same call again with the tables that the last one has left;
   `repeated_message` does the same for an exchange; `answer` makes the grants of long messages;
-- `call` fills in the tables before a call, and updates the links after a call that ended in
-  compiled code; `hold` keeps the tables of several such calls, so that each can be repeated, and
+- `call` fills in the tables before a call; `link_update` updates the links after a call that ended
+  in compiled code; `hold` keeps the tables of several such calls, so that each can be repeated, and
   `hand_over`, compiled too, passes the state of the links from one of them to another;
 - `replay` brings links, lanes and connections to the state that compiled code has reached, if the
   data loop has to finish the call.

@@ -1,4 +1,4 @@
-"""Start and end of calls in compiled code: the exchange of state with links and connections.
+"""Start and end of calls in compiled code.
 
 A call runs in compiled code only if no slice of an earlier call is in progress on its links, apart
 from eager slices that await their confirmation. Frames of the call may have arrived already. If
@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +26,20 @@ import numpy.typing as npt
 from r2ccl.bootstrap.logs import progress
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health
-from r2ccl.failover.migration.calls import CONTEXT_SHIFT, Calls
-from r2ccl.failover.migration.link import SendLink, Slice, SliceState
+from r2ccl.failover.migration.calls import Calls
 from r2ccl.failover.migration.links import Consumer, Links
-from r2ccl.failover.migration.path import Path
 from r2ccl.kernels.arrays import DATA, word_at
 from r2ccl.kernels.native import address_of, callable_of, must_compile
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
-from r2ccl.runtime.compiled.hold import HeldPrograms, Totals, preload_hand_over
+from r2ccl.runtime.compiled.hold import HeldPrograms, preload_hand_over
+from r2ccl.runtime.compiled.link_update import (
+    count,
+    keep_copies,
+    measure,
+    totals_after,
+    update_links,
+)
 from r2ccl.runtime.compiled.program import UNUSED, CompiledProgram, LinkPair, is_supported
 from r2ccl.runtime.compiled.replay import Replay, restore_bytes
 from r2ccl.runtime.executor import HostLanes, LaneRun
@@ -43,7 +47,6 @@ from r2ccl.runtime.progress import Progress
 from r2ccl.transport.aligned import aligned_memory
 from r2ccl.transport.tcp.connection import Connection
 from r2ccl.transport.tcp.transport import TcpTransport
-from r2ccl.types import PathKey
 
 _log = logging.getLogger(__name__)
 
@@ -59,12 +62,6 @@ _MOST_ARENA_NBYTES = 64 << 20
 #: Minimum size of this memory, so that several small calls can be held together. The system
 #: provides only the pages that calls use.
 _HELD_NBYTES = 8 << 20
-
-
-class _Ended:
-    """`Consumer` of eager slices whose call has ended; has no methods, because none is called."""
-
-    is_bandwidth_sample = False
 
 
 class CompiledCalls:
@@ -283,9 +280,9 @@ class CompiledCalls:
             return result == at.FINISHED
         held = self.held
         assert held is not None
-        if not held.confirm(_confirmations_for_others(held.program)):
+        if not held.confirm(held.program.confirmations_for_others()):
             return False
-        held.delayed = _delayed_by(held.program)
+        held.delayed = held.program.delayed()
         return True
 
     def settle(self) -> None:
@@ -362,12 +359,13 @@ class CompiledCalls:
         self._links.ncalls = held.ncalls + ncalls - 1
         for program in held.programs:
             calls = self._links.calls[program.view[at.CONTEXT]]
-            self._update_links(program, calls, is_running=is_running and program is current)
-        self._keep(held.programs, current if is_running else None)
+            update_links(self._links, program, calls, is_running=is_running and program is current)
+        keep_copies(held.programs, current if is_running else None)
         if held.totals is None:
             # Stored before they are set, so that an interrupted call of this method adds nothing.
-            held.totals = self._totals_after(counts, ncalls - 1)
-        self._count(held.programs, held.totals)
+            held.totals = totals_after(self._links, counts, self.nfinished + ncalls - 1)
+        self.nfinished = held.totals.nfinished
+        count(held.programs, held.totals)
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
         """Return the program of the communicator's call that compiled code is running, or None.
@@ -418,14 +416,15 @@ class CompiledCalls:
             if is_over and on_settled is not None and self._may_hold(program, calls):
                 self.nfinished += 1
                 self.held = HeldPrograms(program, conns, calls, on_settled, self._links.ncalls)
-                self.held.delayed = _delayed_by(program)
+                self.held.delayed = program.delayed()
                 return ()
-            self._update_links(program, calls)
-            self._keep((program,))
-            self._count((program,), self._totals_after({program: 1}, 1))
+            update_links(self._links, program, calls)
+            keep_copies((program,))
+            self.nfinished += 1
+            count((program,), totals_after(self._links, {program: 1}, self.nfinished))
             self._confirm_foreign(program)
             if words[at.IS_MEASURED]:
-                self._measure(program)
+                measure(self._links, program)
             self._return_conns(program, conns)
             self._is_delaying |= bool(words[at.IS_DELAYING])
             return ()
@@ -439,7 +438,7 @@ class CompiledCalls:
             replay.run([post], calls)
         replay.restore()
         if words[at.IS_MEASURED]:
-            self._measure(program)
+            measure(self._links, program)
             replay.measure()
         failed = words[at.FAILED_CONN] if result == at.FAILED else -1
         for number, conn in enumerate(conns):
@@ -505,16 +504,13 @@ class CompiledCalls:
                 if not program.bind():
                     return None
                 break
-        words = program.view
         wanted = max(program.nslots * program.arena_nbytes, _HELD_NBYTES)
         if self._arena.nbytes < wanted:
             self._arena = aligned_memory(1 << (wanted - 1).bit_length())
         _reset(program, self._arena)
-        for end in program.ends:
-            if not self._import(program, end, calls.op):
-                return None
-        words[at.OP] = calls.op
-        program.slots[0] = [calls.op, *(words[end.row + at.FIRST_SENT] for end in program.ends)]
+        if not _fill_tables(program, calls.op):
+            return None
+        words = program.view
         words[at.SPACES] = word_at(id(lanes.source) + DATA).value
         words[at.SPACES + 1] = word_at(id(lanes.output) + DATA).value
         if self.limit:
@@ -535,188 +531,12 @@ class CompiledCalls:
             at_conn += at.CONN_NWORDS
         return conns
 
-    def _import(self, program: CompiledProgram, end: LinkPair, op: int) -> bool:
-        """Copy the counts of a pair of links, and the frames of call `op` that have arrived.
-
-        Return False if these frames do not fit, or slices of earlier calls are in progress.
-        """
-        sender, receiver, words, row = end.sender, end.receiver, program.view, end.row
-        if receiver.landings or receiver.posted != receiver.consumed:
-            return False
-        for item in sender.outstanding:
-            if item.path != end.route or not item.is_eager:
-                return False
-        words[row + at.FIRST_SENT] = sender.posted
-        words[row + at.CONFIRMED] = sender.confirmed
-        words[row + at.FIRST_RECEIVED] = words[row + at.CONSUMED] = receiver.posted
-        words[row + at.ACKED] = receiver.acked
-        if sender.clears and not self._import_clears(program, end):
-            return False
-        return not receiver.arrivals or self._import_arrivals(program, end, op)
-
-    def _import_clears(self, program: CompiledProgram, end: LinkPair) -> bool:
-        """Store the ordinal below which all cleared slices to send have landing places (`CLEARED`).
-
-        Return False if a landing place is on another path or has another size, or if an earlier
-        cleared slice has none.
-        """
-        sender, is_over = end.sender, False
-        for ordinal in range(end.nsends):
-            if program.is_eager(end.number, ordinal, is_sent=True):
-                continue
-            clear = sender.clears.get(sender.posted + ordinal)
-            if clear is None:
-                is_over = True
-                continue
-            nbytes = program.slice_nbytes(end.number, ordinal, is_sent=True)
-            if is_over or clear[0] != end.route or clear[1] != nbytes:
-                return False
-            program.view[end.row + at.CLEARED] = ordinal + 1
-        return True
-
-    def _import_arrivals(self, program: CompiledProgram, end: LinkPair, op: int) -> bool:
-        """Copy the eager slices of call `op` that have arrived already.
-
-        Return False if a slice that has arrived for this call is cleared, has another size than the
-        call expects, or was sent in a call with another number.
-        """
-        arrived = program.arrived(end.number)
-        for seq, (peer_op, payload) in end.receiver.arrivals.items():
-            ordinal = seq - end.receiver.posted
-            if ordinal < end.nreceives:
-                nbytes = program.slice_nbytes(end.number, ordinal, is_sent=False)
-                if payload is None or len(payload) != nbytes or peer_op != op:
-                    return False
-                start = program.places[end.number][ordinal]
-                program.arena[start : start + nbytes] = np.frombuffer(payload, np.uint8)
-                arrived[ordinal] = -1
-                assert end.route is not None
-                program.imported.append((end.route, nbytes))
-        return True
-
     # End
-
-    def _update_links(
-        self, program: CompiledProgram, calls: Calls[Consumer], *, is_running: bool = False
-    ) -> None:
-        """Update the counts of links after calls that ended in compiled code.
-
-        If `is_running`, a further call has begun; it is not counted.
-        """
-        links, words, last_op = self._links, program.view, program.last_op(is_running=is_running)
-        for end in program.ends:
-            sender, receiver, row = end.sender, end.receiver, end.row
-            posted = words[row + at.FIRST_SENT] + (0 if is_running else end.nsends)
-            sender.confirmed = min(words[row + at.CONFIRMED], posted)
-            queue = sender.outstanding
-            while queue and queue[0].seq < sender.confirmed:
-                queue.popleft()
-            if end.nsends:
-                sender.posted = sender.retired_below = posted
-                sender.last_used = links.ncalls
-                if sender.clears:
-                    for seq in [seq for seq in sender.clears if seq < sender.posted]:
-                        del sender.clears[seq]
-            posted = words[row + at.FIRST_RECEIVED] + (0 if is_running else end.nreceives)
-            receiver.acked = min(words[row + at.ACKED], posted)
-            if end.nreceives:
-                receiver.posted = receiver.delivered = receiver.consumed = posted
-                receiver.received = max(receiver.received, posted)
-                receiver.last_used = links.ncalls
-                if receiver.arrivals:
-                    for seq in [seq for seq in receiver.arrivals if seq < posted]:
-                        del receiver.arrivals[seq]
-                    while receiver.received in receiver.arrivals:
-                        receiver.received += 1
-            if end.nreceives or words[row + at.CLEARED]:
-                calls.seen[sender.peer] = max(calls.seen.get(sender.peer, 0), last_op)
-            if words[row + at.IS_UNCONFIRMED] and not is_running:
-                links.unconfirmed[receiver] = None
-
-    def _keep(
-        self, programs: Collection[CompiledProgram], running: CompiledProgram | None = None
-    ) -> None:
-        """Keep copies of the eager slices of ended calls that the peer has not confirmed yet.
-
-        The newest call of the program `running`, if given, has not ended: its slices are not kept.
-        """
-        found: dict[SendLink, list[tuple[int, CompiledProgram, LinkPair, int, int]]] = {}
-        for program in programs:
-            for end in program.ends:
-                sender = end.sender
-                if not end.nsends or not sender.is_confirmed or sender.confirmed >= sender.posted:
-                    continue
-                least = sender.confirmed
-                if sender.outstanding:  # not again, if Ctrl-C interrupted an earlier `settle`
-                    least = max(least, sender.outstanding[-1].seq + 1)
-                firsts = program.slots[:, 1 + end.number]
-                for slot in np.flatnonzero(firsts + end.nsends > least).tolist():
-                    if program is running and slot == program.slot:
-                        continue
-                    first = int(firsts[slot])
-                    found.setdefault(sender, []).extend(
-                        (first + ordinal, program, end, ordinal, slot)
-                        for ordinal in range(max(0, least - first), end.nsends)
-                    )
-        for sender, slices in found.items():
-            slices.sort(key=itemgetter(0))
-            for seq, program, end, ordinal, slot in slices:
-                view = program.copy_of(end.number, ordinal, slot)
-                signature = program.signature(end.number, is_sent=True)
-                index = program.pairs[end.number].sends[ordinal][0]
-                op = int(program.slots[slot, 0])
-                item = Slice(seq, view, True, op, signature, _ENDED, index)
-                item.path, item.state = end.route, SliceState.RETIRED
-                sender.outstanding.append(item)
 
     def _confirm_foreign(self, program: CompiledProgram) -> None:
         """Pass on the confirmations received for links that the call did not use."""
-        for (peer, channel), ack in _confirmations_for_others(program):
+        for (peer, channel), ack in program.confirmations_for_others():
             self._progress.confirmed(peer, channel, ack)
-
-    def _totals_after(self, counts: Mapping[CompiledProgram, int], nfinished: int) -> Totals:
-        """Return the totals after `counts` more calls of each program.
-
-        `nfinished` of these calls are not part of ``self.nfinished`` yet.
-        """
-        paths: dict[Path, list[int]] = {}
-        for program, ncalls in counts.items():
-            for key, traffic in program.traffic.items():
-                path = self._links.paths[key]
-                if path not in paths:
-                    paths[path] = [
-                        path.nslices_sent, path.nbytes_sent,
-                        path.nslices_received, path.nbytes_received,
-                    ]  # fmt: skip
-                totals = paths[path]
-                for number, count in enumerate(traffic):
-                    totals[number] += ncalls * count
-                # `Progress` has counted the slices that arrived before their call.
-                early = [nbytes for route, nbytes in program.imported if route == key]
-                totals[2] -= len(early)
-                totals[3] -= sum(early)
-        return Totals(self.nfinished + nfinished, paths)
-
-    def _count(self, programs: Collection[CompiledProgram], totals: Totals) -> None:
-        self.nfinished = totals.nfinished
-        for path, counts in totals.paths.items():
-            path.activity += 1
-            path.nslices_sent, path.nbytes_sent = counts[:2]
-            path.nslices_received, path.nbytes_received = counts[2:]
-        for program in programs:
-            program.imported.clear()
-
-    def _measure(self, program: CompiledProgram) -> None:
-        """Report to the bandwidth measurement when cleared slices were posted and released."""
-        balance = self._links.balance
-        assert balance is not None
-        rows = program.log[: program.view[at.NLOGGED]]
-        for kind, conn, _, _, _, nbytes, _, time_ns in rows[rows[:, 0] >= at.POSTED_EVENT].tolist():
-            path = program.paths[conn]
-            if kind == at.POSTED_EVENT:
-                balance.posted(path.rail, path.peer, time_ns * 1e-9)
-            else:
-                balance.confirmed(path.rail, time_ns * 1e-9, nbytes)
 
 
 def _reset(program: CompiledProgram, arena: npt.NDArray[np.uint8]) -> None:
@@ -745,6 +565,83 @@ def _attach(program: CompiledProgram, conns: list[Connection]) -> None:
             words[start + at.FRAGMENT_MOST] = conn.fragment_nbytes
             words[start + at.IS_LOOPBACK] = conn.is_loopback
         start += at.CONN_NWORDS
+
+
+def _fill_tables(program: CompiledProgram, op: int) -> bool:
+    """Fill in the tables of a program for call `op` from the state of its links.
+
+    Return False if slices of earlier calls are in progress, or frames of this call that have
+    arrived do not fit the tables.
+    """
+    for end in program.ends:
+        if not _fill_pair(program, end, op):
+            return False
+    words = program.view
+    words[at.OP] = op
+    program.slots[0] = [op, *(words[end.row + at.FIRST_SENT] for end in program.ends)]
+    return True
+
+
+def _fill_pair(program: CompiledProgram, end: LinkPair, op: int) -> bool:
+    """Copy the counts of a pair of links, and the frames of call `op` that have arrived.
+
+    Return False if these frames do not fit, or slices of earlier calls are in progress.
+    """
+    sender, receiver, words, row = end.sender, end.receiver, program.view, end.row
+    if receiver.landings or receiver.posted != receiver.consumed:
+        return False
+    for item in sender.outstanding:
+        if item.path != end.route or not item.is_eager:
+            return False
+    words[row + at.FIRST_SENT] = sender.posted
+    words[row + at.CONFIRMED] = sender.confirmed
+    words[row + at.FIRST_RECEIVED] = words[row + at.CONSUMED] = receiver.posted
+    words[row + at.ACKED] = receiver.acked
+    if sender.clears and not _fill_clears(program, end):
+        return False
+    return not receiver.arrivals or _fill_arrivals(program, end, op)
+
+
+def _fill_clears(program: CompiledProgram, end: LinkPair) -> bool:
+    """Store the ordinal below which all cleared slices to send have landing places (`CLEARED`).
+
+    Return False if a landing place is on another path or has another size, or if an earlier
+    cleared slice has none.
+    """
+    sender, is_over = end.sender, False
+    for ordinal in range(end.nsends):
+        if program.is_eager(end.number, ordinal, is_sent=True):
+            continue
+        clear = sender.clears.get(sender.posted + ordinal)
+        if clear is None:
+            is_over = True
+            continue
+        nbytes = program.slice_nbytes(end.number, ordinal, is_sent=True)
+        if is_over or clear[0] != end.route or clear[1] != nbytes:
+            return False
+        program.view[end.row + at.CLEARED] = ordinal + 1
+    return True
+
+
+def _fill_arrivals(program: CompiledProgram, end: LinkPair, op: int) -> bool:
+    """Copy the eager slices of call `op` that have arrived already.
+
+    Return False if a slice that has arrived for this call is cleared, has another size than the
+    call expects, or was sent in a call with another number.
+    """
+    arrived = program.arrived(end.number)
+    for seq, (peer_op, payload) in end.receiver.arrivals.items():
+        ordinal = seq - end.receiver.posted
+        if ordinal < end.nreceives:
+            nbytes = program.slice_nbytes(end.number, ordinal, is_sent=False)
+            if payload is None or len(payload) != nbytes or peer_op != op:
+                return False
+            start = program.places[end.number][ordinal]
+            program.arena[start : start + nbytes] = np.frombuffer(payload, np.uint8)
+            arrived[ordinal] = -1
+            assert end.route is not None
+            program.imported.append((end.route, nbytes))
+    return True
 
 
 def _is_idle(end: LinkPair) -> bool:
@@ -779,36 +676,6 @@ def preload() -> None:
     for loop in (_LOOP, _REPEATED, _REPEATED_MESSAGE):
         callable_of(loop)
     preload_hand_over()
-
-
-_ENDED = _Ended()
-
-
-def _confirmations_for_others(program: CompiledProgram) -> list[tuple[tuple[int, int], int]]:
-    """Return the confirmations that the call received for links that it does not use.
-
-    Each is the peer and channel of the link, and a number; slices with lower numbers are confirmed.
-    """
-    if not program.view[at.NFOREIGN]:
-        return []
-    rows = program.log[: program.view[at.NLOGGED]].tolist()
-    return [
-        ((program.paths[conn].peer, channel), ack)
-        for kind, conn, channel, _, ack, _, number, *_ in rows
-        if kind == at.CONFIRMED_EVENT and number < 0
-    ]
-
-
-def _delayed_by(program: CompiledProgram) -> list[tuple[PathKey, int]]:
-    """Return the path and context of each frame of another communicator that waits in a buffer."""
-    words, found = program.view, []
-    if words[at.IS_DELAYING]:
-        for number, path in enumerate(program.paths):
-            start = program.conns_at + at.CONN_NWORDS * number
-            if words[start + at.IS_STALLED] == at.OTHER:
-                frame = words[start + at.BUFFER] + words[start + at.PARSED]
-                found.append((path, word_at(frame + 8).value >> CONTEXT_SHIFT))
-    return found
 
 
 __all__ = ["CompiledCalls", "announce_compilation", "preload"]

@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health
-from r2ccl.failover.migration.calls import context_of, is_of_messages
+from r2ccl.failover.migration.calls import CONTEXT_SHIFT, context_of, is_of_messages
 from r2ccl.failover.migration.link import RecvLink, SendLink
 from r2ccl.failover.migration.links import Links
+from r2ccl.kernels.arrays import word_at
 from r2ccl.kernels.fold import fold_kernel
 from r2ccl.planning.lowering import Lane, LinkSteps, Step
 from r2ccl.planning.plan_cache import Plan
@@ -411,6 +412,35 @@ class CompiledProgram:
         return found
 
     # Calls
+
+    def confirmations_for_others(self) -> list[tuple[tuple[int, int], int]]:
+        """Return the confirmations that the call received for links that it does not use.
+
+        Each is the peer and channel of the link, and a number; slices with lower numbers are
+        confirmed.
+        """
+        if not self.view[at.NFOREIGN]:
+            return []
+        rows = self.log[: self.view[at.NLOGGED]].tolist()
+        return [
+            ((self.paths[conn].peer, channel), ack)
+            for kind, conn, channel, _, ack, _, number, *_ in rows
+            if kind == at.CONFIRMED_EVENT and number < 0
+        ]
+
+    def delayed(self) -> list[tuple[PathKey, int]]:
+        """Return the path and context of each frame of another communicator that waits in a buffer.
+
+        The frames are those that the last call left there.
+        """
+        words, found = self.view, []
+        if words[at.IS_DELAYING]:
+            for number, path in enumerate(self.paths):
+                start = self.conns_at + at.CONN_NWORDS * number
+                if words[start + at.IS_STALLED] == at.OTHER:
+                    frame = words[start + at.BUFFER] + words[start + at.PARSED]
+                    found.append((path, word_at(frame + 8).value >> CONTEXT_SHIFT))
+        return found
 
     def bind(self) -> bool:
         """Use the current routes of the links from now on; return True.

@@ -641,7 +641,7 @@ def test_an_interrupt_reaches_every_rank_once() -> None:
     ("args", "text"),
     [
         (("-n", "2"), "no command given"),
-        (("-n", "0", "--", "true"), "at least 1"),
+        (("-n", "0", "--", "true"), "from 1 to 16,384"),
         (("-n", "1", "--env", "X", "--", "true"), "NAME=VALUE"),
         (("-n", "1", "--", "/nowhere/program"), "cannot run"),
         (("-n", "1", "nowhere.py"), "cannot run 'nowhere.py'"),
