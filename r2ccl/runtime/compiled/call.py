@@ -456,6 +456,11 @@ class CompiledCalls:
             self._transport.take_back(conn)
             start += at.CONN_NWORDS
 
+    def _confirm_foreign(self, program: CompiledProgram) -> None:
+        """Pass on the confirmations received for links that the call did not use."""
+        for (peer, channel), ack in program.confirmations_for_others():
+            self._progress.confirmed(peer, channel, ack)
+
     def _may_hold(self, program: CompiledProgram, calls: Calls[Consumer]) -> bool:
         """Return whether a call that has ended may be held.
 
@@ -486,8 +491,6 @@ class CompiledCalls:
         if len(self._programs) > _KEPT:
             self._programs.popitem(last=False)
         return program
-
-    # Begin
 
     def _prepare(
         self, program: CompiledProgram, lanes: HostLanes, calls: Calls[Consumer]
@@ -530,13 +533,6 @@ class CompiledCalls:
             words[at_conn + at.PARSED], words[at_conn + at.FILLED] = conn.parsed, conn.filled
             at_conn += at.CONN_NWORDS
         return conns
-
-    # End
-
-    def _confirm_foreign(self, program: CompiledProgram) -> None:
-        """Pass on the confirmations received for links that the call did not use."""
-        for (peer, channel), ack in program.confirmations_for_others():
-            self._progress.confirmed(peer, channel, ack)
 
 
 def _reset(program: CompiledProgram, arena: npt.NDArray[np.uint8]) -> None:
