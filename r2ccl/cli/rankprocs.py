@@ -156,7 +156,7 @@ class HostRanks:
         has_ended.set()
         await self._sink.ended(rank, process.returncode)
         await pumps
-        process._transport.close()  # type: ignore[attr-defined]
+        await _close_pipes(process)
 
     async def _pump(
         self, rank: int, stream: str, source: asyncio.StreamReader, has_ended: asyncio.Event
@@ -217,7 +217,7 @@ class HostRanks:
         for process in self._ranks.values():
             while process.returncode is None and monotonic() < until_s:
                 await asyncio.sleep(_POLL_S)
-            process._transport.close()  # type: ignore[attr-defined]
+            await _close_pipes(process)
 
 
 def _why_not_run(program: str, folder: str, exc: OSError) -> str:
@@ -232,6 +232,18 @@ def _why_not_run(program: str, folder: str, exc: OSError) -> str:
             f"chmod +x {program} and write {named}"
         )
     return str(exc.strerror) if "/" in program else f"it is not in PATH: write {named}"
+
+
+async def _close_pipes(process: Process) -> None:
+    """Close the pipes of a process that has ended; drop the data that it did not read."""
+    if process.stdin is not None:
+        pipe = process.stdin.transport
+        if not pipe.is_closing() or pipe.get_write_buffer_size():
+            pipe.abort()
+        # Otherwise asyncio of some versions writes that nobody has asked for the error.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            await process.stdin.wait_closed()
+    process._transport.close()  # type: ignore[attr-defined]
 
 
 def _signal_group(process: Process, number: int) -> None:
