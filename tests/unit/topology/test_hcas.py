@@ -237,7 +237,7 @@ def test_the_interface_of_a_gid_may_be_a_vlan(tree: Tree) -> None:
         assert find.interface() == index
 
 
-def test_a_garbled_number_of_an_interface_is_an_error_that_names_it(tree: Tree) -> None:
+def test_a_garbled_interface_number_is_an_error(tree: Tree) -> None:
     roce_port(tree, "mlx5_0", "eth0", host=1)
     find = GidFinder("mlx5_0", 1, root=tree.root)
     find()
