@@ -1,10 +1,10 @@
-"""Start of the collectives of one communicator, and of groups of them.
+"""Entry point of the collectives of one communicator: single calls and groups of calls.
 
 Collectives run one at a time, in the order of the calls. On host memory, a blocking collective runs
 in the caller's thread, unless an asynchronous one is queued or running. All other collectives on
 host memory run in the communicator's worker thread. A call that fails outside the data loop ends
-the communicator, so that no peer waits for that call. A call that is rejected (invalid arguments,
-or another call is in progress) does not.
+the communicator, so that no peer waits for that call. A call that is rejected because its arguments
+are invalid or another call is in progress does not end the communicator.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Collectives:
     worker : Worker
         Runs asynchronous calls.
     turn : Turn
-        Shared with the worker.
+        Right to run collectives; the worker uses the same `Turn`.
     start_on_device : callable
-        A `StartOnDevice`.
+        Starts a collective on device memory; see `StartOnDevice`.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class Collectives:
     def is_below(self) -> bool:
         """True if the caller is a signal handler that interrupted a collective of its thread.
 
-        True also in a function of `user_op` that a collective calls. False if the worker runs the
-        interrupted collective, and this thread only waits for the worker.
+        Also true if the caller is a function of `user_op` that a collective calls. False if the
+        worker runs the interrupted collective, and this thread only waits for the worker.
         """
         return self._turn.is_mine
 
@@ -191,13 +191,13 @@ class Collectives:
         Raises
         ------
         InvalidArgument, ScheduleError
-            If the arguments are wrong; no collective was started. InvalidArgument also if another
-            rank makes a different call; the communicator has ended.
+            If the arguments are wrong; no collective was started. InvalidArgument is also raised
+            if another rank makes a different call; the communicator has then ended.
         ConcurrentCalls
-            If this call is blocking, and a blocking collective runs in another thread while no
-            asynchronous one is pending. If this call is blocking, and the caller is a function of
-            `user_op`, or a signal handler that interrupted a blocking call of its thread. Also if
-            both this call and one that another thread is just starting are on device memory.
+            If this call is blocking and a blocking collective runs in another thread while no
+            asynchronous one is pending; if this call is blocking and is made by a function of
+            `user_op`, or by a signal handler that interrupted a blocking call of its thread; or if
+            this call is on device memory while another thread starts such a call.
         R2cclError
             If calls are refused, or the collective failed; the communicator has ended.
         """
@@ -323,9 +323,9 @@ class Collectives:
         )
 
     def _note_failed_repetition(self, make: Make, x: Any, out: Any, error: BaseException) -> None:
-        """Handle the error of a call that compiled code repeated, as `_start` does.
+        """Handle the error of a call that compiled code repeated, as `_start` does for its calls.
 
-        Compiled code still has the turn.
+        Compiled code still has the turn (see `Turn`).
         """
         try:
             if self._host.local is not None:
@@ -334,7 +334,7 @@ class Collectives:
             self._note_failure(error)
 
     def _note_failure(self, error: BaseException) -> None:
-        """End the communicator after the error of a call, unless the call has not begun."""
+        """End the communicator after a call raised `error`, unless the call had not begun."""
         if isinstance(error, (InvalidArgument, ScheduleError, ConcurrentCalls)):
             return
         # A refused call has not begun, so no rank waits for it.
@@ -344,7 +344,7 @@ class Collectives:
     def joint(self, fn: Callable[[], _T]) -> _T:
         """Return ``fn()``; if Ctrl-C interrupts it, end the job's communicators.
 
-        The other ranks would otherwise wait for this rank in the same function.
+        Otherwise the other ranks, which run the same function, would wait for this rank.
         """
         try:
             return fn()
@@ -370,9 +370,9 @@ class Collectives:
         Raises
         ------
         InvalidArgument
-            If `is_async` within a group, or as `MessageRequest.wait`.
+            If `is_async` within a group, or if `MessageRequest.wait` raises it.
         R2cclError
-            If calls are refused, or as ``post`` and `MessageRequest.wait`.
+            If calls are refused, or if ``post`` or `MessageRequest.wait` raises it.
         """
         if self._refusal is not None:
             raise self._refusal()
@@ -385,16 +385,16 @@ class Collectives:
         return self._run_message(post if is_async else lambda: post().wait())
 
     def await_message(self, request: MessageRequest) -> Message | None:
-        """Wait for a message that has begun, even if calls are refused; raise as `start_message`.
+        """Wait for a message that has begun, even if calls are refused.
 
-        Until the wait ends, the message may use its array.
+        Until the wait ends, the message may use its array. The errors are those of `start_message`.
         """
         return self._run_message(request.wait)
 
     def _run_message(self, fn: Callable[[], _T]) -> _T:
-        """Return ``fn()``; if it raises, end the communicator, except after three errors.
+        """Return ``fn()``; if it raises an error, end the communicator.
 
-        These are `InvalidArgument`, `ConcurrentCalls` and `CommunicatorRevoked`.
+        Three errors do not end it: `InvalidArgument`, `ConcurrentCalls`, `CommunicatorRevoked`.
         """
         try:
             return fn()
@@ -419,7 +419,7 @@ class Collectives:
         InvalidArgument
             If this thread has opened a group already.
         R2cclError
-            As for `start`. Nothing was started if the block itself raised.
+            As for `start`. If the block itself raises an exception, no call is started.
         """
         if self._refusal is not None:
             raise self._refusal()
@@ -447,7 +447,7 @@ class Collectives:
     def _add_to(
         self, group: Group, request: Request, stream: Any, is_async: bool, is_without_out: bool
     ) -> Any:
-        """Add `request` to `group`; return the result, valid after the end of the group."""
+        """Add `request` to `group`; return the result, which is valid once the group has ended."""
         if is_async:
             raise self._is_async_in_group()
         self._check(request)
@@ -477,9 +477,9 @@ class Collectives:
     def in_turn(self, fn: Callable[[], None], *, is_last: bool = False) -> None:
         """Run `fn` after all asynchronous calls issued so far; return when it has run.
 
-        Exceptions of `fn` are passed on. If `fn` ran in the worker, they end the communicator, and
-        so does Ctrl-C while this method waits for the worker. With `is_last`, run `fn` even if
-        calls are refused: the communicator is being closed.
+        Raise the exceptions of `fn`. If `fn` runs in the worker, its exceptions end the
+        communicator, and so does Ctrl-C while this method waits for the worker. With `is_last`,
+        run `fn` even if calls are refused, because the communicator is being closed.
 
         Raises
         ------
@@ -488,7 +488,8 @@ class Collectives:
             thread; or if the caller is a signal handler that interrupted a call of its thread, or
             a function of `user_op`.
         CommunicatorRevoked, TransportError
-            If calls are refused; or as `Worker.enqueue`, and then the communicator has ended.
+            If calls are refused; or for the reasons of `Worker.enqueue`, after which the
+            communicator has ended.
         """
         if self.is_below:
             raise self._concurrent()
@@ -516,10 +517,10 @@ class Collectives:
         task.succeed()
 
     def _run(self, fn: Callable[[], None], timeout_s: float) -> bool:
-        """Take the turn, which this thread must not hold yet, run `fn`, and return True.
+        """Take the turn, run `fn`, and return True; this thread must not have the turn yet.
 
-        Return False, without running `fn`, if another thread keeps the lock of the turn, or
-        compiled code keeps the turn, for `timeout_s` seconds.
+        Return False, without running `fn`, if the turn does not become free within `timeout_s`
+        seconds, because another thread holds its lock or compiled code has the turn.
         """
         is_mine, turn = False, self._turn
         try:
@@ -539,12 +540,12 @@ class Collectives:
                 pass
 
     def allgather_bytes(self, mine: bytes) -> list[bytes]:
-        """Return the bytes of all ranks, by rank; all ranks must pass equally many.
+        """Return the bytes of all ranks, by rank; all ranks must pass the same number of bytes.
 
         Raises
         ------
         R2cclError
-            If calls are refused, or as `in_turn` and `HostCollectives.collect`.
+            If calls are refused, or if `in_turn` or `HostCollectives.collect` raises it.
 
         Notes
         -----
@@ -636,9 +637,9 @@ class Collectives:
     def _start_on_gpu(self, request: Request, stream: Any, is_async: bool) -> Any:
         """Start a call on device memory; see `start` for the errors.
 
-        The worker runs the call. Like a blocking call on host memory, a blocking call is refused
-        while another thread runs a blocking collective, because other ranks may make these two
-        calls in the opposite order.
+        The worker runs the call. Like a blocking call on host memory, a blocking call on device
+        memory is refused while another thread runs a blocking collective, because other ranks may
+        make these two calls in the opposite order.
         """
         if not is_async and (self.is_below or self.is_blocking):
             raise self._concurrent()
@@ -711,7 +712,7 @@ def _miss(x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
 def _converter(request: Request) -> Callable[[Array], Any] | None:
     """Return the function that converts ``request.result`` to JAX, or None if none is needed.
 
-    `request` must be one for which the caller passed no output.
+    `request` must come from a call without an output argument.
     """
     if isinstance(request.source, JaxBuffer) and request.result is not None:
         return jax_converter(request.source.owner)

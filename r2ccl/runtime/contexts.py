@@ -1,8 +1,8 @@
 """Communicators of one job at one rank: their context ids, and the control messages of each.
 
-As in MPI, a *context id* identifies an open communicator of a job: the channels of links and the
-control messages carry it. The ranks of a new communicator choose the lowest id that is free at all
-of them.
+As in MPI, a *context id* identifies an open communicator of a job. The channel numbers of links and
+the control messages contain it. The ranks of a new communicator choose the lowest id that is free
+on all of them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from r2ccl.runtime.desync_check import Calling
 
 
 class Closing(msgspec.Struct, frozen=True, tag="closing"):
-    """Control message: the sender has called close(); from rank 0: all ranks have called close().
+    """Control message that reports a call of close().
 
-    Until all ranks have closed the communicator, each rank takes part in the communicator's health
-    agreement, because a slower rank may wait for the agreement.
+    From rank 0, it reports that all ranks have called close(); from any other rank, that the sender
+    has. Until all ranks have closed the communicator, each rank takes part in the communicator's
+    health agreement, because a slower rank may wait for the agreement.
     """
 
 
@@ -67,7 +68,7 @@ class Context(NamedTuple):
     def told(self) -> str:
         """Return a text for messages that names this communicator by its members' ranks in the job.
 
-        Empty for the job's first communicator, in which ranks have the same numbers as in the job.
+        The text is empty for the job's first communicator, whose ranks are the same as in the job.
         """
         if not self.context_id:
             return ""
@@ -136,7 +137,8 @@ class Contexts:
 
     Any thread may call `offer`, `withdraw`, `choose` and `give_up`; only the thread that owns the
     data loop may call the other methods. Invariant: a message for an unknown communicator is kept
-    only if it arrives while this rank makes a communicator, because it may be for that one.
+    only if it arrives while this rank makes a communicator, because it may be for the communicator
+    that is being made.
     """
 
     def __init__(self) -> None:
@@ -164,8 +166,8 @@ class Contexts:
         communicator that the new one is made from. The result is `NO_OFFER` in three cases:
 
         - another thread is making a communicator;
-        - another thread waits to make one from a parent with a lower id. Because lower parents come
-          first, the threads of all ranks take turns in the same order;
+        - another thread waits to make a communicator from a parent with a lower id (lower ids come
+          first, so that all ranks make the communicators in the same order);
         - all ids are in use, but this rank has closed a communicator whose id becomes free once all
           its ranks have closed it.
 
@@ -180,7 +182,7 @@ class Contexts:
             return self._free.to_bytes(_NIDS // 8, "little") + self._next_op.to_bytes(8, "little")
 
     def withdraw(self, *, is_last: bool) -> None:
-        """Withdraw this thread's offer, if any; unless `is_last`, the thread will offer again."""
+        """Withdraw this thread's offer, if any; if `is_last`, the thread makes no further offer."""
         with self._lock:
             if self._offerer == get_ident():
                 self._offerer = None
@@ -190,8 +192,8 @@ class Contexts:
     def choose(self, offers: Sequence[bytes]) -> tuple[int, int]:
         """Return the context id and the number of the first call of a new communicator.
 
-        The id counts as in use from now on. The caller must then make the communicator, which
-        leads to `add`, or call `give_up`.
+        The id counts as in use from now on. The caller must then either make the communicator,
+        which calls `add`, or call `give_up`.
 
         Parameters
         ----------
@@ -219,10 +221,10 @@ class Contexts:
         return context_id, first_op
 
     def give_up(self, context: Context) -> None:
-        """Keep no more messages for a chosen communicator, because this rank failed to make it.
+        """Stop keeping messages for a chosen communicator, because this rank failed to make it.
 
-        The id stays in use: ranks that made the communicator may send data with this id, which a
-        later communicator with the same id would take for its own.
+        The id stays in use: ranks that made the communicator may send data with this id, and a
+        later communicator with the same id would accept that data.
         """
         self._chosen.discard((context.context_id, context.first_op))
 
@@ -248,9 +250,9 @@ class Contexts:
     def on_message(self, peer: int, wrapped: InContext) -> None:
         """Pass a message from `peer`, a rank of the job, to its communicator.
 
-        A message for an unknown communicator is kept while this rank makes a communicator, which
-        may be that one. Otherwise it is dropped: its communicator is closed, or this rank failed to
-        make it.
+        A message for an unknown communicator is kept if this rank is making a communicator, which
+        may be the unknown one. Otherwise the message is dropped, because its communicator is closed
+        or this rank failed to make it.
         """
         context_id, first_op, message = wrapped.context_id, wrapped.first_op, wrapped.message
         member = self._members.get(context_id)

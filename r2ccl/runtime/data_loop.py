@@ -1,20 +1,20 @@
 """Ownership of the data loop by one thread at a time, and waits with a deadline.
 
 All communicators of a job share one data loop (`Progress`). A blocking call over the network owns
-it while it waits. If another thread begins a call or message meanwhile, the owner stands aside: the
-new call takes the loop over and advances the calls of all threads. The former owner sleeps until
-its own call is done or the loop is free. While no call owns the loop, the control thread runs it at
-every tick, so that a rank that is busy in user code still handles failures, replays slices and
-confirms them. Events of the control thread are functions in an inbox. The control thread runs them
-at once if no thread owns the loop; otherwise it wakes the owner, which runs them. Only the owner
-checks whether the calls of other threads are done, because the checks read state that the loop
-changes. A call in compiled code may leave state of the links in its tables, so that it can be
-repeated (`r2ccl.runtime.compiled.call`); a thread that becomes the owner for another purpose first
-settles this state.
+the loop while it waits. If another thread begins a call or message meanwhile, the owner *stands
+aside*: the new call takes over the loop and advances the calls of all threads. The former owner
+sleeps until its own call is done or the loop is free. While no call owns the loop, the control
+thread runs the loop at every tick, so that a rank that is busy in user code still handles failures,
+replays slices and confirms them. Events of the control thread are functions in an inbox. The
+control thread runs them at once if no thread owns the loop; otherwise it wakes the owner, which
+runs them. Only the owner checks whether the calls of other threads are done, because the checks
+read state that the loop changes. A call in compiled code may leave state of the links in its
+tables, so that the call can be repeated (`r2ccl.runtime.compiled.call`); a thread that becomes the
+owner for another purpose first brings the links up to date.
 
 Invariants: every wait for other ranks has a deadline. No blocking call ends, by result, error or
-Ctrl-C, while a peer could still write into its memory. The exception is a call that could not end
-properly, which repeated Ctrl-C can cause: the control thread ends the job's communicators at its
+Ctrl-C, while a peer could still write into its memory. The only exception is a call whose cleanup
+repeated Ctrl-C has prevented: in this case, the control thread ends the job's communicators at its
 next tick.
 """
 
@@ -170,7 +170,7 @@ class DataLoop:
     def owned(self, fn: Callable[[], _T]) -> _T:
         """Return ``fn()``, which runs while this thread owns the data loop.
 
-        A call in another thread that owns the loop stands aside.
+        If a call in another thread owns the loop, that call stands aside (see `acquire`).
 
         Raises
         ------
@@ -187,8 +187,8 @@ class DataLoop:
     def _owned_if_free(self, fn: Callable[[], _T], timeout_s: float = 0.0) -> _T | None:
         """Return ``fn()``, which runs while this thread owns the data loop.
 
-        Return None, without calling `fn`, if another thread owns the loop for `timeout_s` seconds.
-        `fn` must call `settle_held` first.
+        Return None, without calling `fn`, if the loop does not become free within `timeout_s`
+        seconds. `fn` must call `settle_held` first.
         """
         acquire = partial(self.owner.acquire, timeout_s > 0, timeout_s or -1)
         return self._released_after(lambda: fn() if acquire() else None)
@@ -211,18 +211,20 @@ class DataLoop:
     def give_way(self) -> None:
         """Sleep briefly if another thread waits for the loop, to let that thread own the loop.
 
-        The caller must not own the loop. Calls that programs repeat, such as polls, call this
-        method at their end. Otherwise, the polling thread would own the loop nearly always, and
-        blocking calls of other threads would get no turn.
+        The caller must not own the loop. Calls that programs make in a loop, such as polls, call
+        this method at their end. Otherwise the polling thread would own the data loop nearly all of
+        the time, and blocking calls of other threads could not run.
         """
         if self._followers or self._newcomers:
             time.sleep(_GIVE_WAY_S)
 
     def acquire(self) -> None:
-        """Become the owner of the data loop; a call in another thread that owns it stands aside.
+        """Become the owner of the data loop.
 
-        The caller must release ``owner`` afterwards, as `owned` does, even if this method raises:
-        this thread may own the loop then.
+        If a call in another thread owns the loop, that call stands aside: it gives up the loop
+        until the loop is free or its own wait is over. The caller must release ``owner``
+        afterwards, as `owned` does, even if this method raises, because this thread may then own
+        the loop.
 
         Raises
         ------
@@ -249,7 +251,7 @@ class DataLoop:
     def require_outside(self) -> None:
         """Raise `ConcurrentCalls` if this thread owns the loop already, as `acquire` does.
 
-        For calls that wait for the loop without owning it.
+        Calls that wait for the loop without owning it call this method first.
         """
         if self.owner._is_owned():  # type: ignore[attr-defined]
             raise self._concurrent()
@@ -273,13 +275,13 @@ class DataLoop:
             self.compiled.settle()
 
     def wake_followers(self) -> None:
-        """Wake the threads that stand aside; to be called once the data loop is released."""
+        """Wake the threads that stand aside; call this method after releasing the data loop."""
         if self._followers:
             for follower in self._followers.copy():
                 follower.turn.set()
 
     def settle_if_free(self) -> None:
-        """Bring the links up to date with held calls, for a report; any thread may call this.
+        """Bring the links up to date with held calls, before a report; any thread may call this.
 
         If a thread owns the loop, do nothing; the report may then be some milliseconds old.
         """
@@ -291,9 +293,9 @@ class DataLoop:
     def _stand_aside(self, caller: Caller, is_done: Callable[[], bool], deadline: float) -> None:
         """Let another thread own the loop until the loop is free, or this thread's wait is over.
 
-        The wait is over if ``is_done()``, if the communicators have ended, or at `deadline`. When
-        this method returns, this thread owns the loop again. After Ctrl-C, `give_up` takes the loop
-        back.
+        The wait is over when ``is_done()`` is true, when the communicators have ended, or at
+        `deadline`. When this method returns, this thread owns the loop again. If Ctrl-C interrupts
+        this method, `give_up` takes the loop back.
         """
         follower = _Follower(is_done)
         was_calling = caller.is_calling
@@ -338,10 +340,10 @@ class DataLoop:
                 return
 
     def _serve_owned(self) -> bool:
-        """Run the events in the inbox as the owner; return True.
+        """Run the events in the inbox, as the owner of the loop; return True.
 
-        If a call could not end properly, end the communicators first. An event that raises an
-        exception ends them, too. If the transport is freed, drop the events instead.
+        If a call could not end properly, end the communicators first. Also end them if an event
+        raises an exception. If the transport has been freed, drop the events.
         """
         try:
             self.settle_held()
@@ -373,11 +375,11 @@ class DataLoop:
             fn(*args)
 
     def tick(self, now: float) -> None:
-        """Call `on_tick` here, or in the thread that owns the loop; for the control thread.
+        """Call `on_tick` here or in the thread that owns the loop; called by the control thread.
 
-        A call that sleeps or runs in compiled code is interrupted only at the second tick. Before
-        that, the call runs the timers itself if it waits long. If it ends instead, the next
-        collective, or the next repetition, runs them before it enters compiled code.
+        The first tick does not interrupt a call that sleeps or runs in compiled code; the second
+        does. If the call waits long, it runs the timers itself between the two. If it ends before
+        it runs them, the next collective or repetition does so before it enters compiled code.
         """
         if self._sleeping and not self.is_tick_due:
             self.is_tick_due = True
@@ -387,8 +389,9 @@ class DataLoop:
     def on_tick(self, now: float) -> None:
         """Run the data loop and the timers once, for a rank that is not in a call.
 
-        If the rank is in a call, the call's thread runs this function, which does no harm. Once the
-        communicators have ended, run no timers, and run the loop only while paths are in use.
+        If the rank is in a call, the thread of the call runs this method, which does no harm. After
+        the end of the communicators, do not run timers, and run the loop only while paths are in
+        use.
         """
         if self._revocation.error is None:
             self.progress.step()
@@ -435,8 +438,8 @@ class DataLoop:
         """Run the loop until it has no events, for some milliseconds at most.
 
         A call of `caller` that waits outside of the loop calls this method, so that the loop runs
-        meanwhile. If a thread owns the loop, return at once. That thread may be this one, if the
-        caller is a signal handler.
+        meanwhile. If any thread owns the loop, return at once; it may be the calling thread, if
+        this method is called in a signal handler.
 
         Raises
         ------
@@ -496,7 +499,7 @@ class DataLoop:
             If ``is_done()`` is not true within ``patience.timeout_s``; all communicators have
             ended.
         R2cclError
-            If the communicators have ended; no peer can write into the memory of a call any more.
+            If the communicators have ended; no peer can then write into the memory of a call.
         """
         clock, progress = self._clock, self.progress
         caller.since_s = clock()
@@ -601,9 +604,9 @@ class DataLoop:
         If the last held call belongs to another program, first call ``switch(compiled)``, which
         lets `program` run again or returns False, and must not wait. Return NotImplemented, without
         repeating the call, if no call is held, a thread owns the loop, the loop has other work, or
-        ``switch`` returns False. Also return NotImplemented after running timers that are due, or
-        handling frames of other calls that the held calls delay. If this method raises, the
-        communicators have ended.
+        ``switch`` returns False. If timers are due, or a held call delays frames of other calls,
+        run the timers or handle the frames, and then return NotImplemented. If this method raises
+        an exception, the communicators have ended.
         """
         owner, compiled = self.owner, self.compiled
         assert compiled is not None
@@ -654,9 +657,9 @@ class DataLoop:
     def run_due_timers(self, *, has_others: bool) -> None:
         """Run the timers before a call enters compiled code; called by the owner.
 
-        Run the data loop first if the transport has events of other connections than those of the
-        call (`has_others`). Otherwise the frames of the call stay unread, because a call whose
-        frames the data loop has read can neither be held nor run in compiled code.
+        If the transport has events that do not belong to the call (`has_others`), run the data loop
+        first. Otherwise leave the frames of the call unread, because a call whose frames the data
+        loop has read can neither be held nor run in compiled code.
         """
         if has_others:
             self.progress.step()
@@ -717,8 +720,9 @@ class DataLoop:
     def _settle(self, is_sound: bool) -> None:
         """Fence all paths and run the data loop until none is in use.
 
-        Close the transport if some path stays in use. If not `is_sound`, close the transport at
-        once, because an exception may have lost events of the transport.
+        If a path stays in use, close the transport. If `is_sound` is false, close the transport
+        immediately after the fences, because events of the transport may have been lost in an
+        exception.
         """
         if self.is_settled:
             return

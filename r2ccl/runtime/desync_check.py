@@ -5,9 +5,9 @@ only with some other ranks, and ranks that wait for each other in different coll
 none. The first rank whose call makes no progress therefore asks all ranks: it sends the number of
 its collective to its neighbors in the overlay network, which pass the number on. Each rank answers
 its neighbors with the number and the signature of the last collective that it has called, and
-answers again for each further one that uses the network, until it has called the collective asked
-for. Answers are passed on to all ranks, several in one message. No messages are sent while calls
-make progress, unless half of a call's timeout has passed.
+answers again for each later collective that it calls over the network, until it has called the
+collective asked for. Answers are passed on to all ranks, several in one message. No messages are
+sent while calls make progress, unless half of a call's timeout has passed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from r2ccl.bootstrap.overlay import without_session
 
 
 class Calling(msgspec.Struct, frozen=True, tag="calling"):
-    """Control message that asks which ranks have not called collective ``op``; carries reports.
+    """Control message that asks which ranks have not called collective ``op``, and has reports.
 
     ``op`` is the highest number of a collective in which, as far as the sender knows, a rank waits.
     ``last`` has the reports: a rank, the number of the last collective that the rank has called,
-    and the packed signature of this collective, or None if the rank does not know it any more.
+    and the packed signature of this collective, or None if the rank no longer knows the signature.
     """
 
     op: int
@@ -69,8 +69,8 @@ class DesyncCheck:
     def on_calling(self, message: Calling, op: int, signature: int | None) -> None:
         """Store the reports of a neighbor; if its question is new, pass the question on.
 
-        `op` is the last collective that this rank has called, and `signature` its packed signature;
-        None: not known.
+        `op` is the number of the last collective that this rank has called, and `signature` the
+        packed signature of this collective; None: not known.
         """
         for rank, theirs, what in message.last:
             if theirs > self.said.get(rank, theirs):
@@ -83,18 +83,18 @@ class DesyncCheck:
     def called(self, op: int, signature: int) -> None:
         """Record that this rank has called `op`, so that `spread` reports it.
 
-        `op` must be at most `asked_op`: nobody has asked for later collectives.
+        `op` must be at most ``asked_op``, because no rank has asked for later collectives.
         """
         self._own, self._own_signature = op, signature
         self._unspread.add(self._rank)
 
     def answer(self, op: int, signature: int) -> None:
-        """Report `op` (see `called`), once, if a rank has asked for `op` or a later call."""
+        """Report collective `op` once (see `called`) if a rank has asked for it or a later one."""
         if self._own < op <= self.asked_op:
             self.called(op, signature)
 
     def look(self, now: float, op: int, signature: int, activity: int, is_late: bool) -> None:
-        """Ask all ranks for their last collective, once a call is late or makes no progress.
+        """Ask all ranks for their last collective if this rank's call is late or makes no progress.
 
         Do nothing if a rank has already asked for collective `op` or a later one.
 
@@ -119,10 +119,10 @@ class DesyncCheck:
             self._ask(op, op, signature)
 
     def elsewhere(self, op: int, signature: int) -> list[int]:
-        """Return the peers that have reported a later call than `op`, or another call `op`.
+        """Return the peers that have reported a later call than `op`, or a different call `op`.
 
-        `signature` is the packed signature of call `op` of this rank. Any thread may call this
-        method.
+        Call `op` of a peer is different if its packed signature is known and is not `signature`,
+        that of call `op` of this rank. Any thread may call this method.
         """
         found = []
         for peer, last in self.said.copy().items():
@@ -152,7 +152,7 @@ class DesyncCheck:
                 self._control.send(peer, Calling(self.asked_op, tuple(last)))
 
     def _ask(self, asked_op: int, op: int, signature: int | None) -> None:
-        """Ask all neighbors for `asked_op`; tell them `op`, this rank's last collective."""
+        """Ask all neighbors for collective `asked_op`; report this rank's last collective, `op`."""
         self.asked_op = asked_op
         self._own, self._own_signature = op, signature
         self._control.gossip(Calling(asked_op, ((self._rank, op, signature),)))

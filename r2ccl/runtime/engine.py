@@ -1,14 +1,14 @@
 """Engine: runs the calls of one communicator in the data loop of its job.
 
-The engine numbers the calls, enters each into the health agreement, connects the ranks of its plan
-and runs its lanes (one per channel) until all have ended. Each communicator of a job has an engine.
-The communicators share the data loop, the paths and the control plane, and a failure of one ends
-all of them.
+The engine numbers the calls. It enters each call into the health agreement, connects the ranks of
+the call's plan, and runs the lanes of the plan (one per channel) until all have ended. Each
+communicator of a job has an engine. The communicators share the data loop, the paths and the
+control plane, and a failure of one communicator ends all of them.
 
 In ``rank``, in a health, and within the communicator's control messages, ranks are numbered as in
 the communicator. In ``peers``, in errors, in the status (except for its health), and as senders of
-control messages, they are numbered as in the job. In the job's first communicator, a rank has the
-same number in both.
+control messages, ranks are numbered as in the job. In the job's first communicator, both numbers
+are equal.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ STANDBY_S = 0.5
 
 
 class LocalPath(Protocol):
-    """Interface of a communicator's calls in shared memory that its engine uses."""
+    """Interface through which the engine of a communicator sees its calls in shared memory."""
 
     @property
     def ncalls(self) -> int:
-        """Number of calls begun that use only shared memory, which the data loop does not count."""
+        """Number of calls begun that use only shared memory; the data loop does not count them."""
         ...
 
     def ahead(self) -> dict[int, int]:
-        """Return, by rank in the job, how many more calls than this rank other ranks have begun.
+        """Return how many calls each other rank is ahead of this rank, by rank in the job.
 
-        Ranks that have begun no more calls are left out.
+        The result omits ranks that have not begun more calls than this rank.
         """
         ...
 
@@ -104,7 +104,7 @@ SelectPlan = Callable[[Health, int], Plan]
 class Engine:
     """Runner of the calls of one communicator.
 
-    `of_job` makes the engine of a job's first communicator, `derived` those of the others.
+    `of_job` makes the engine of a job's first communicator, `derived` that of any other.
 
     Parameters
     ----------
@@ -218,7 +218,7 @@ class Engine:
         )
 
     def derived(self, context: Context, config: Config) -> Engine:
-        """Return the engine of a new communicator, which shares the data loop.
+        """Return the engine of a new communicator, which shares the data loop of this engine.
 
         The new communicator begins with the initial health of the job. Except in mode failstop, its
         rank 0 then starts an agreement of its ranks on the present health of the job.
@@ -332,7 +332,7 @@ class Engine:
         return self._calls.signatures.get(op)
 
     def _compare(self, message: Calling) -> None:
-        """End the communicator if a rank reports a collective that this rank called differently."""
+        """End the communicator if a reported call differs from this rank's call of that number."""
         for rank, op, theirs in message.last:
             mine, members = self._signature_of(op), self.context.members
             if mine is None or theirs is None or rank not in self._desync.said:
@@ -346,7 +346,7 @@ class Engine:
         self._loop.submit(self._migration.on_opened, peer, rail, epoch, sock)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
-        """Handle the loss of the process of `peer`.
+        """Handle the loss of the process of `peer`; `why` is the reason.
 
         `last_heard_s` is the time since the last sign of life of `peer`, in seconds; None: not
         known.
@@ -390,7 +390,7 @@ class Engine:
         self._desync.spread()
 
     def adopt(self, health: Health) -> None:
-        """If this is rank 0, propose `health`, the health of the job, to the agreement, if any."""
+        """Propose `health`, the health of the job, to the agreement, if any; only on rank 0."""
         if self.rank == 0 and self._agreement is not None:
             self._agreement.adopt(health.of_ranks(self.context.members))
 
@@ -443,8 +443,8 @@ class Engine:
         ConcurrentCalls
             As `DataLoop.acquire`.
         R2cclError
-            If this method had to wait and the communicator has ended. Without a wait, only `run`
-            raises this error.
+            If the communicator has ended and this method had to wait. If it did not have to wait,
+            `run` raises this error.
         """
         agreement = self._agreement
         if agreement is None:
@@ -578,7 +578,10 @@ class Engine:
         loop.send_rest()
 
     def _leave_call(self, is_calling: bool) -> None:
-        """Forget the call; if `is_calling`, it has failed, and its paths may still be in use."""
+        """Clear the state of the call in progress.
+
+        `is_calling` is true if the call has failed; its paths may then still be in use.
+        """
         self._runs = ()
         self._progress.finish(self._calls)
         self.peers = frozenset()
@@ -599,9 +602,9 @@ class Engine:
         return None if held is None or held.current.calls is not self._calls else held.program
 
     def _switch(self, program: CompiledProgram, compiled: CompiledCalls) -> bool:
-        """Let the last call of `program` be repeated; return False if it cannot be.
+        """Prepare a repetition of the last call of `program`; return False if it is impossible.
 
-        It cannot be repeated if it might have another plan now, the communicator has ended, a rank
+        It is impossible if the call might now have another plan, the communicator has ended, a rank
         waits for the report of a later call, calls in shared memory are not counted yet, or
         `CompiledCalls.switch` returns False.
         """
@@ -630,9 +633,9 @@ class Engine:
     ) -> Repeat:
         """Return a function that repeats the call of `program` on arrays of the form of `x`, `out`.
 
-        For the form, see `r2ccl.shm.arrays.form_of`; for the other parameters, and errors, see
-        `r2ccl.shm.repeat.repeat_of`. `call` is the memory of the call with `x` and `out`.
-        ``proceed(x, out, result)`` must call `Engine.proceed`.
+        For the form, see `r2ccl.shm.arrays.form_of`. `call` is the memory of the call with `x` and
+        `out`. ``proceed(x, out, result)`` must call `Engine.proceed`. For the other parameters and
+        the errors, see `r2ccl.shm.repeat.repeat_of`.
         """
         loop = self._loop
         assert loop.compiled is not None
@@ -651,9 +654,9 @@ class Engine:
         return partial(loop.repeat, self, program, partial(self._switch, program), repeat)
 
     def proceed(self, program: CompiledProgram, lanes: HostLanes, result: int) -> None:
-        """Finish a repeated call whose compiled loop has returned `result` before its end.
+        """Finish a repeated call whose loop has returned `result`, neither FINISHED nor CHANGED.
 
-        The calling thread must own the data loop. Errors: as `run`.
+        The calling thread must own the data loop. This method raises the same errors as `run`.
         """
         loop = self._loop
         assert loop.compiled is not None
@@ -687,23 +690,23 @@ class Engine:
         self.watch_end(local.end)
 
     def detach(self, local: LocalPath) -> None:
-        """Undo `attach`: `local` is closed; its calls stay counted."""
+        """Undo `attach`, because `local` is closed; its calls remain included in the count."""
         # Only the owner of the data loop may count them, and it does so before the next call.
         self._local = _ClosedPath(local.ncalls)
         self.unwatch_end(local.end)
 
     def watch_end(self, act: Callable[[], None]) -> None:
-        """Call `act`, in any thread, when the communicator ends; at once if it has ended."""
+        """Call ``act()``, in any thread, when the communicator ends; at once if it has ended."""
         self._revocation.on_end.append(act)
         if self._revocation.error is not None:
             act()
 
     def unwatch_end(self, act: Callable[[], None]) -> None:
-        """Undo `watch_end`: do not call `act` any more."""
+        """Undo `watch_end`: do not call ``act()`` when the communicator ends."""
         self._revocation.on_end.remove(act)
 
     def _count_local(self) -> None:
-        """Count the calls in shared memory since the last call in the data loop."""
+        """Count the calls in shared memory that were begun since this method last ran."""
         if self._local is not None:
             ncalls = self._local.ncalls
             if ncalls != self._nlocal:
@@ -729,9 +732,9 @@ class Engine:
         """Connect data paths to each of `peers` (ranks of the job) that has none; wait for them.
 
         After `STANDBY_S`, one path to each peer is enough. Paths on the rails in
-        `RankContext.last_resorts` are connected too, but this method does not wait for them: they
-        are used only if all other rails are lost. Nor does it wait for paths with a port that is
-        known to be down.
+        `RankContext.last_resorts` are also connected, but this method does not wait for them,
+        because they are used only if all other rails are lost. It also does not wait for paths with
+        a port that is known to be down.
         """
         self.nconnects += 1
         self._failover.connect_peers(peers)
@@ -842,8 +845,8 @@ class Engine:
     def _is_last(self) -> bool:
         """Return whether no peer is known to have called a collective that this rank has not.
 
-        If there is such a peer, end the communicator: the peer would wait for this rank, which is
-        in `leave`.
+        If there is such a peer, end the communicator, because the peer would wait for this rank,
+        which is in `leave`.
         """
         rank, own, ops = self._job.rank, self.op, self.waits.last_ops()
         if self._local is not None:
@@ -887,9 +890,9 @@ class Engine:
         self._contexts.remove(self, self._calls.op)
 
     def fail_call(self, error: BaseException) -> None:
-        """End the communicator because a call raises `error`, possibly outside the data loop.
+        """End the communicator, because a call raises `error`, possibly outside the data loop.
 
-        The other ranks wait in the same collective and would otherwise wait until their timeout.
+        Otherwise the other ranks would wait in the same collective until their timeout.
         """
         self.note_end_known()
         if self._revocation.error is None:
@@ -937,7 +940,7 @@ class Engine:
         """Raise an error if the communicator has ended.
 
         The error is a copy of the error that ended the communicator or, if a call has already
-        raised that error, `CommunicatorRevoked`. The end then counts as known to the user (see
+        raised that error, `CommunicatorRevoked`. The user then counts as informed of the end (see
         `check_unknown`).
         """
         error = self._revocation.error
@@ -952,10 +955,11 @@ class Engine:
     # Descriptions of the current wait; called in any thread
 
     def pending(self) -> Pending:
-        """Describe the wait of the blocked call; any thread may call this method without waiting.
+        """Return a description of what the blocked call waits for; any thread may call this.
 
-        If no collective is blocked, describe a blocked message or, in the job's first communicator,
-        a blocked call on another communicator. If nothing is blocked, ``doing`` is empty.
+        This method does not wait. If no collective is blocked, describe a blocked message or, in
+        the job's first communicator, a blocked call on another communicator. If nothing is blocked,
+        ``doing`` is empty.
         """
         callers: Iterable[Caller] = (self, self.messenger, *self.messenger.waits)
         if not self.context.context_id:
@@ -967,7 +971,7 @@ class Engine:
         return self.waits.nothing()
 
     def _patience(self, pending: Callable[[], Pending]) -> Patience:
-        """Return the `Patience` of a wait in init() or close() that `pending` describes."""
+        """Return the `Patience` of a wait in init() or close(); ``pending()`` describes it."""
         return Patience(self.config.init_timeout_s, "init_timeout_s", pending)
 
     def _pending_init(self) -> Pending:
@@ -1008,7 +1012,7 @@ class RegisteredMemory:
             self._engine.call(self._end)
 
     def _end(self) -> None:
-        """End the registration unless another thread has; called by the owner of the data loop."""
+        """End the registration, if it has not ended; called by the owner of the data loop."""
         if self._registered is not None:
             self._registered.close()
             self._registered = self._memory = None

@@ -39,7 +39,7 @@ class Exclusions:
         return tuple(rail for rank, rail in sorted(self._failover.excluded) if rank == own)
 
     def change(self, ports: Sequence[tuple[int, int]], *, is_excluded: bool, nics: str) -> None:
-        """Exclude NICs, or end their exclusion; wait until all ranks have agreed to that.
+        """Exclude NICs or end their exclusion; wait until all ranks have agreed to the change.
 
         Parameters
         ----------
@@ -48,7 +48,7 @@ class Exclusions:
         is_excluded : bool
             True: exclude the NICs; False: end their exclusion.
         nics : str
-            The NICs from which the caller chose, for the message of a refusal.
+            Text that lists the NICs from which the caller chose, for the error message.
 
         Raises
         ------

@@ -2,7 +2,7 @@
 
 The steps of one channel of a call are a *lane*. One `LaneRun` per lane runs these steps slice by
 slice. It posts a send when the data to send is complete, announces a landing place when the memory
-to overwrite is free, and reduces a slice that has arrived once the step's dependencies allow that.
+to overwrite is free, and reduces a slice that has arrived once the step's dependencies allow it.
 Nothing here waits: `LaneRun.advance` posts every send and receive that is possible now and returns.
 
 A slice to be reduced lands in separate memory and is reduced only when it is complete. A slice that
@@ -10,9 +10,9 @@ was received in part can therefore be sent again without being added twice.
 
 The call's `Operands` hold its memory and its arithmetic. Operands in host memory (`HostCall`)
 compute at once. Operands in device memory defer the work to a stream
-(`r2ccl.gpu.device_reduction`), which runs it in order. A step that only computes may begin while
-the work of the steps that it depends on is deferred. A step whose memory the transport reads or
-writes must wait until that work is done.
+(`r2ccl.gpu.device_reduction`), which runs the work in order. A step that only computes may begin
+while the work of the steps that it depends on is still deferred. A step whose memory the transport
+reads or writes must wait until this work is done.
 
 Invariant: memory is overwritten only after every step that reads it is done. A send is done when
 all its slices are: an eager slice when it is copied, a cleared slice when it is released. The link
@@ -61,7 +61,7 @@ class Operands(Protocol):
 
     @property
     def is_bandwidth_sample(self) -> bool:
-        """True if the slices of this collective serve to measure the bandwidth of the rails."""
+        """True if the slices of this collective are used to measure the bandwidth of the rails."""
         ...
 
     @property
@@ -111,7 +111,7 @@ class HostCall:
         Applied in place to every finished slice of the result; divides by the number of ranks for
         AVG.
     is_bandwidth_sample : bool
-        True if the slices serve to measure the bandwidth of the rails. This requires that no two
+        True if the slices are used to measure the bandwidth of the rails. This requires that no two
         peers send to the same port.
     scratch : ndarray of uint8, optional
         Scratch memory for ``layout.count`` elements, if the layout uses any. Default: new memory.
@@ -205,9 +205,9 @@ class LandingPool:
         self._free: dict[int, list[Place]] = {}
 
     def take(self, nbytes: int) -> Place:
-        """Return a place of `nbytes` bytes or more: a free one of this pool, or a new one.
+        """Return a landing place of at least `nbytes` bytes: a free one of this pool, or a new one.
 
-        Among the free places of the needed size, the one that was given back last is taken.
+        If several places of the needed size are free, the most recently returned one is taken.
         """
         size = 1 << (nbytes - 1).bit_length()
         free = self._free.get(size)
@@ -217,7 +217,7 @@ class LandingPool:
         return self._allocate(size)
 
     def give(self, place: Place) -> None:
-        """Return `place` to the pool."""
+        """Return the landing place `place` to the pool."""
         self._free.setdefault(place.nbytes, []).append(place)
 
 
@@ -312,9 +312,9 @@ class LaneRun:
     # Called by Links and Progress
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
-        """Use a slice that has arrived if its op may run; otherwise keep it for `advance`.
+        """Copy or reduce a slice that has arrived, if its op may run; else keep it for `advance`.
 
-        While an earlier slice of the same link is kept, keep this slice, too.
+        If an earlier slice of the same link is still kept, keep this slice, too.
         """
         index = landing.index
         step = self._steps[index]
@@ -408,7 +408,7 @@ class LaneRun:
     # Receiving
 
     def _ask(self, cursor: _Inbound) -> None:
-        """Post the next receives of a link, as far as its depth and the dependencies allow."""
+        """Post as many receives of a link as its depth and the dependencies allow."""
         while cursor.at < len(cursor.order):
             index = cursor.order[cursor.at]
             step = self._steps[index]
@@ -526,8 +526,8 @@ class HostLanes(msgspec.Struct):
     source, output : ndarray
         Input and output, as for `HostCall`.
     scratch : ndarray of uint8 or None
-        Scratch memory for compiled code; None: new memory, if the plan uses any. The lanes that
-        calling this object creates always get new scratch memory.
+        Scratch memory for compiled code; None: new memory, if the plan uses any. Lanes that are
+        created by calling this object always get new scratch memory.
     """
 
     pool: LandingPool
@@ -551,7 +551,7 @@ class HostLanes(msgspec.Struct):
 def begin_lanes(runs: Sequence[LaneRun], calls: Calls[Consumer]) -> None:
     """Register `runs`, the lanes of the current call, as consumers of its slices; start them.
 
-    A lane that is started posts the sends and receives that are possible now.
+    To start a lane is to post the sends and receives that are possible now.
     """
     consumers: dict[int, Consumer] = {}
     for run in runs:

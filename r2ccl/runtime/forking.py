@@ -3,8 +3,8 @@
 A forked child shares the open file descriptors of its parent. A child that outlives the parent
 would hide the parent's death from the peers, and a child that closes a communicator would remove
 its sockets from the epoll instance that both processes share. Therefore, before ``os.fork`` returns
-in the child, every descriptor of every communicator is replaced by one of /dev/null and the
-communicators are disabled. The parent's descriptors and communicators are not changed.
+in the child, every descriptor of every communicator is replaced by a descriptor of /dev/null, and
+the communicators are disabled. The parent's descriptors and communicators are not changed.
 
 A child made by fork and exec (`subprocess`) inherits no descriptors, because all of them are
 close-on-exec. ``ibv_fork_init`` is not called: since Linux 5.12, a fork gives the child copies of
@@ -41,7 +41,7 @@ def hold(
     Parameters
     ----------
     owner : object
-        Not kept alive.
+        Object that has the file descriptors; only a weak reference to it is kept.
     descriptors : callable
         ``descriptors(owner)`` returns the owner's file descriptors; negative ones are ignored.
     disable : callable
@@ -65,7 +65,7 @@ def _let_go() -> None:
 
 
 def _replace(descriptors: set[int]) -> None:
-    """Replace open descriptors by /dev/null."""
+    """Replace open file descriptors by descriptors of /dev/null."""
     if not descriptors:
         return
     try:

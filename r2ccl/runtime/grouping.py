@@ -64,7 +64,7 @@ class Group:
         Raises
         ------
         R2cclError
-            The error of a message or a collective; no message uses its array afterwards.
+            If a message or a collective fails; afterwards no message uses its array.
         """
         begun: list[MessageRequest] = []
         try:
@@ -84,10 +84,10 @@ class Group:
 
 
 def _wait_for(begun: Sequence[MessageRequest]) -> list[Message | None]:
-    """Wait for all messages; return the received ones, and None for each that was sent.
+    """Wait for all messages; return each received message, and None for each sent one.
 
-    The first `InvalidArgument` is raised only after all waits, when no message uses its array any
-    more. Other errors end the communicator, and are raised at once.
+    The first `InvalidArgument` is raised only after all waits, when no message uses its array.
+    Other errors end the communicator and are raised at once.
     """
     found, refusals = [], []
     for each in begun:

@@ -1,8 +1,9 @@
 """Execution of the collectives of one communicator on host memory.
 
-A collective runs in memory that all ranks share, in two levels (`r2ccl.runtime.two_level`) or over
-the network. All ranks choose alike, because the choice depends only on values that are equal on all
-ranks. The copies that a collective needs before and after it are made here, too.
+A collective runs in one of three ways: in memory that all ranks share, in two levels
+(`r2ccl.runtime.two_level`), or over the network. All ranks choose the same way, because the choice
+depends only on values that are equal on all ranks. This module also makes the copies that a
+collective needs before and after it.
 
 Invariant: one collective runs at a time, because all of them use the same memory for partial sums
 and converted inputs.
@@ -55,10 +56,10 @@ _UINT8 = CODES[np.dtype(np.uint8)]
 
 
 class HostCollectives:
-    """Collectives of one communicator on host memory; the caller of `run` holds the turn.
+    """Collectives of one communicator on host memory.
 
-    The turn is the lock that is held while a collective runs, from its first copy to its last.
-    Callers of `run_group`, `collect`, `run_plan` and `free_memory` hold it, too.
+    Callers of `run`, `run_group`, `collect`, `run_plan` and `free_memory` must have the turn (see
+    `r2ccl.runtime.turn`), which lasts from the first copy of a collective to its last.
 
     Parameters
     ----------
@@ -176,7 +177,7 @@ class HostCollectives:
         return self.local is not None
 
     def count_chunks(self, nbytes: int, health: Health) -> int:
-        """Return how many chunks a two-level allreduce of `nbytes` has; 0 if one level is used."""
+        """Return the number of chunks of an allreduce of `nbytes`; 0 if it runs in one level."""
         return 0 if self.two_level is None else self.two_level.count_chunks(nbytes, health)
 
     def free_memory(self, timeout_s: float) -> bool:
@@ -248,8 +249,8 @@ class HostCollectives:
     ) -> None:
         """Run a collective from `source` to `output`, without copies before or after it.
 
-        The collective runs in shared memory or in one level over the network. `plan` is its plan if
-        `Engine.enter` has been called for the collective; None: this method selects the plan.
+        The collective runs in shared memory or in one level over the network. If `Engine.enter` has
+        been called for the collective, `plan` is its plan; None: this method selects the plan.
         """
         if self.local is not None and parts is None and self.local.collect(call, source, output):
             return
@@ -257,7 +258,7 @@ class HostCollectives:
         self.run_engine(select, HostLanes(self.pool, source, output))
 
     def run_plan(self, plan: Plan, source: Array, output: Array) -> None:
-        """Run `plan`; `Engine.enter` has been called for its collective."""
+        """Run `plan`; `Engine.enter` must have been called for its collective."""
         self.run_engine(plan, HostLanes(self.pool, source, output))
 
     def calibrate(self) -> Rates:
@@ -265,8 +266,8 @@ class HostCollectives:
 
         Notes
         -----
-        *Collective*: all ranks. To be called before any other call can be made; the caller need
-        not hold the turn.
+        *Collective*: all ranks. Must be called before any other call can be made; the caller need
+        not have the turn.
         """
         health = self._engine.whole_health
 
@@ -288,7 +289,7 @@ class HostCollectives:
     def _run_over_network(self, request: Request, plan: Plan | None = None) -> None:
         """Run a collective in one level, including the copies before and after it.
 
-        `plan` as for `collect`.
+        For `plan`, see `collect`.
         """
         call = self._memory_of(request)
         call.begin()

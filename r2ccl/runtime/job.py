@@ -149,7 +149,7 @@ class Job:
         engine : Engine
             Engine of the communicator: `Job.engine`, or one derived from it.
         make_device_calls : callable
-            A `MakeDeviceCalls`.
+            Makes the communicator's calls on device memory; see `MakeDeviceCalls`.
         """
         fabric = Fabric(
             self.homes,
@@ -287,8 +287,9 @@ class Job:
         (`Participant.is_blocking`), or if the caller is a signal handler that interrupted a call or
         a function of `user_op` (`is_below`). Wait for asynchronous calls, for blocking calls that
         wait for them, and for a call of this method for the same communicator in another thread.
-        Do nothing in a forked process: a thread of the parent may have held any lock at the fork.
-        While Python ends, the control thread no longer runs: then do not wait, only refuse calls.
+        In a forked process, do nothing, because a thread of the parent may have held any lock at
+        the fork. During interpreter shutdown, only refuse calls and do not wait, because the
+        control thread no longer runs.
         """
         if self.is_forked:
             return
@@ -425,14 +426,14 @@ class Job:
             raise
 
     def free(self, deadline_s: float) -> None:
-        """Start the cleanup unless it has started; wait at most `deadline_s` + `_BOUND_S` for it.
+        """Start the cleanup if necessary; wait for its end, at most `deadline_s` + `_BOUND_S`.
 
-        If this call starts the cleanup, `deadline_s`, in seconds, is also the timeout of its steps,
-        except the last step, which frees memory and connections and has longer timeouts of its
-        own. Before the cleanup, end the dump on a signal and, unless `is_left`, send the other
-        ranks the error that ended the job, if any. If `is_below`, wait only until the control plane
-        is closed. Do nothing in a forked process, nor while Python ends, because the cleanup thread
-        no longer runs then.
+        If this call starts the cleanup, `deadline_s`, in seconds, is also the timeout of each step
+        except the last one, which frees memory and connections and has its own, longer timeouts.
+        Before the cleanup, end the dump on a signal and, unless `is_left`, send the other ranks the
+        error that ended the job, if any. If `is_below`, wait only until the control plane is
+        closed. Do nothing in a forked process or during interpreter shutdown, because the cleanup
+        thread does not run there.
         """
         if self.is_forked or sys.is_finalizing():
             return
@@ -513,9 +514,9 @@ class Job:
 
 
 def _stays_blocking(calls: Job | Participant) -> bool:
-    """Return whether a blocking call runs that began before calls were refused.
+    """Return whether a blocking call that began before calls were refused is still running.
 
-    A call that is being refused ends within `_REFUSED_S`.
+    Wait up to `_REFUSED_S`, the time within which a call that is being refused ends.
     """
     give_up_s = monotonic() + _REFUSED_S
     while calls.is_blocking and monotonic() < give_up_s:

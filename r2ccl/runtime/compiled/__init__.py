@@ -9,11 +9,11 @@ failure of a connection, it returns, and the data loop finishes the call. An exc
 - `system` has the system calls, `tables` the access to the tables, `steps` the dependencies and
   reductions, `sending` and `receiving` the frames, and `loop` the loop itself; these modules are
   compiled;
-- `repeated`, compiled too, begins the same call again with the tables that the last one has left;
+- `repeated`, also compiled, repeats a call with the tables that its last run has left;
   `repeated_message` does the same for an exchange; `answer` makes the grants of long messages;
 - `call` fills in the tables before a call; `link_update` updates the links after a call that ended
-  in compiled code; `hold` keeps the tables of several such calls, so that each can be repeated, and
-  `hand_over`, compiled too, passes the state of the links from one of them to another;
+  in compiled code; `hold` keeps the tables of several such calls, so that each can be repeated;
+  `hand_over`, also compiled, passes the state of the links from one of these calls to another;
 - `replay` brings links, lanes and connections to the state that compiled code has reached, if the
   data loop has to finish the call.
 

@@ -1,7 +1,8 @@
 """Answer to the request of a long message, in compiled code; see `r2ccl.runtime.messages.prepared`.
 
-The kernel that runs the local steps of such a call makes the answer, the grant. On the sender, the
-same kernel compares the received grant with the expected one.
+The answer is the *grant*. On the receiver, the kernel of the call's local steps compares the
+request with the expected one and completes the grant. On the sender, the same kernel compares the
+received grant with the expected one.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ def make_answer() -> Callable[[int, int, int, int], int]:
     Returns
     -------
     callable
-        ``kernel(sources, count, target, nbytes)``: `sources` is the address of a table, whose
-        second word is the address of the request that was received. `target` is the address of the
-        grant; the words that the request must have are directly before the grant. Returns 1 if the
-        request has other words. Otherwise stores the number of the request in the grant and returns
-        0. `count` and `nbytes` are ignored. On the sender of the message, the received grant is in
-        place of the request, and `target` is the address of an unused grant.
+        ``kernel(sources, count, target, nbytes)``: `sources` is the address of a table whose second
+        word is the address of the received request. `target` is the address of the grant; the
+        expected words of the request are directly before the grant. The kernel returns 1 if the
+        request does not have these words. Otherwise it stores the number of the request in the
+        grant and returns 0. `count` and `nbytes` are ignored. On the sender of the message, the
+        second word is the address of the received grant, and `target` that of an unused grant.
     """
 
     def kernel(sources: Any, count: Any, target: Any, nbytes: Any) -> Any:

@@ -7,10 +7,10 @@ eager slices are kept. Otherwise `r2ccl.runtime.compiled.replay` brings links an
 that compiled code has reached.
 
 A call that ended in compiled code may be *held*: the counts stay in its tables, and its connections
-stay lent, so that the same call can be repeated (`r2ccl.runtime.compiled.repeated`), or other calls
-together with it (`r2ccl.runtime.compiled.hold`). `settle` then brings the links to the state
-after all these calls. It must be called before anything else uses links or transport, so whoever
-becomes the owner of the data loop calls it, except to repeat a call.
+stay lent. The same call can then be repeated (`r2ccl.runtime.compiled.repeated`), and other calls
+can be held together with it (`r2ccl.runtime.compiled.hold`). `settle` brings the links to the state
+after all these calls. It must be called before anything else uses links or transport, so a thread
+that becomes the owner of the data loop calls it, unless the thread repeats a call.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class CompiledCalls:
     ) -> Sequence[LaneRun] | None:
         """Run a call until it ends or leaves compiled code.
 
-        Call `Links.begin` before this method, except for messages. A call that has ended may then
-        be held (`held`).
+        Call `Links.begin` before this method, except for messages. If the call ends, it may be held
+        (attribute ``held``).
 
         Parameters
         ----------
@@ -146,7 +146,7 @@ class CompiledCalls:
             ``repeat(loop)`` calls ``loop()`` until its result is not PAUSED, and returns this
             result. It returns PAUSED as soon as the data loop has other work.
         on_settled : callable, optional
-            As for `HeldCalls`. None: the call must not be held, for example because the next one
+            As for `HeldCalls`. None: the call must not be held, for example because the next call
             may need another plan.
         post : callable, optional
             Required for messages, whose calls have no lanes: if the data loop has to finish the
@@ -159,7 +159,7 @@ class CompiledCalls:
         -------
         sequence of LaneRun or None
             Lanes that the data loop has to finish; empty if the call has ended, or with `post`.
-            None if compiled code cannot run the call; then nothing of it was done.
+            None if compiled code cannot run the call; no part of the call has then been done.
         """
         program = self._program_of(plan)
         if program is None:
@@ -188,10 +188,10 @@ class CompiledCalls:
         return runs
 
     def take_events(self) -> bool:
-        """Handle the events that the transport has, and delayed frames; return False if none exist.
+        """Handle the transport's pending events and delayed frames; return False if there are none.
 
-        Such events are, for example, those of an earlier call that ended in Python, or of messages.
-        While events wait, the transport does not lend connections.
+        An earlier call that ended in Python, or a message, may have left such events. While events
+        are pending, the transport does not lend connections.
         """
         if not self._transport.has_events and not self._is_delaying:
             return False
@@ -207,7 +207,7 @@ class CompiledCalls:
     # Repeated calls
 
     def last_op_of(self, calls: Calls[Consumer]) -> int:
-        """Return the number of a communicator's last call, even if only held tables have it.
+        """Return the number of a communicator's last call, including held calls.
 
         Any thread may call this method.
         """
@@ -223,14 +223,14 @@ class CompiledCalls:
     ) -> bool:
         """Make `program` the program that `repeat` runs; return False if it cannot be repeated now.
 
-        Calls of `program` must be ones that may be held (`on_settled` of `run`). `calls` and
+        The calls of `program` must be allowed to be held (see `on_settled` of `run`). `calls` and
         `on_settled` are those of the program's communicator (see `HeldCalls`). `scratch` is the
         program's scratch memory; None: new memory.
 
-        `program` cannot be repeated if nothing is held. If it is not held itself, it also cannot be
-        repeated if the routes of its links have changed, one of its links is not idle (`_is_idle`)
-        and no held program uses it, a connection cannot be lent (see `TcpTransport.lend`), or the
-        memory is full.
+        `program` cannot be repeated if no program is held. If `program` itself is not held, it also
+        cannot be repeated in four cases: the routes of its links have changed; one of its links
+        that no held program uses is not idle (`_is_idle`); a connection cannot be lent (see
+        `TcpTransport.lend`); the memory is full.
         """
         held = self.held
         if held is None:
@@ -247,7 +247,7 @@ class CompiledCalls:
     def _join(
         self, held: HeldPrograms, program: CompiledProgram, scratch: npt.NDArray[np.uint8] | None
     ) -> bool:
-        """Hold `program`, too; return False if that is impossible, see `switch`."""
+        """Add `program` to the held programs; return False if that is impossible, see `switch`."""
         for end in program.ends:
             route = end.route
             if route is None or end.sender.route != route or end.receiver.route != route:
@@ -272,9 +272,9 @@ class CompiledCalls:
     def has_ended(self, result: int) -> bool:
         """Return whether a repetition whose loop has returned `result` has ended and is held.
 
-        If the loop has returned HAS_OTHERS, pass the confirmations on to the other held programs,
-        and set `HeldPrograms.delayed`; return False if none of these programs uses one of the
-        links. `result` must not be CHANGED.
+        If the loop has returned HAS_OTHERS, pass the confirmations on to the other held programs
+        and set `HeldPrograms.delayed`; return False if a confirmation is for a link that none of
+        these programs uses. `result` must not be CHANGED.
         """
         if result != at.HAS_OTHERS:
             return result == at.FINISHED
@@ -309,8 +309,8 @@ class CompiledCalls:
     ) -> Sequence[LaneRun]:
         """Continue a repetition of a held call whose loop has returned `result`.
 
-        `result` is not CHANGED, and `has_ended` has returned False for it. This method ends the
-        hold of all calls. The other parameters, and the returned value, are those of `run`.
+        `result` must be a result other than CHANGED for which `has_ended` has returned False. This
+        method ends the hold of all calls. The other parameters and the result are those of `run`.
         """
         held = self.held
         assert held is not None
@@ -344,10 +344,10 @@ class CompiledCalls:
         self.held = None
 
     def _update_to(self, held: HeldPrograms, *, is_running: bool) -> None:
-        """Bring links and counts to the state after all calls of a hold that have ended.
+        """Bring links and counts to the state after all held calls that have ended.
 
         If `is_running`, another call of the current program has begun since. If Ctrl-C interrupts
-        this method, it has to be called again.
+        this method, call it again.
         """
         current = held.program
         held.spread(is_running=is_running)
@@ -370,8 +370,8 @@ class CompiledCalls:
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
         """Return the program of the communicator's call that compiled code is running, or None.
 
-        Also return None during a repetition that `proceed` has not continued. Any thread may call
-        this method.
+        The result is also None during a repetition, unless `proceed` continues it. Any thread may
+        call this method.
         """
         running = self._running
         return None if running is None or running[1] is not calls else running[0]
@@ -382,20 +382,21 @@ class CompiledCalls:
         self.held = None
 
     def is_interrupted(self) -> bool:
-        """Return whether the transport must be polled for more than the running or held calls.
+        """Return whether the transport must be polled for a reason other than the current calls.
 
-        This is so if another socket is ready, if the held calls delay frames of other calls
-        (`HeldPrograms.delayed`), or if a probe is in flight or its result not polled yet. A `wake`
-        of the transport before this call does not end a later `poll`.
+        The current calls are the running or held ones. The other reasons are a ready socket that
+        they do not use, frames of other calls that they delay (`HeldPrograms.delayed`), and a probe
+        that is in flight or whose result was not polled yet. A `wake` of the transport before this
+        call does not make a later `poll` return.
         """
         if self.held is None:
             return self._transport.has_other_events(self._conns)
         return bool(self.held.delayed) or self._transport.has_other_events(self.held.conns.values())
 
     def has_other_events(self, plan: Plan) -> bool:
-        """Return whether the transport must be polled for more than the next call, of `plan`.
+        """Return whether the transport must be polled for a reason other than the next call.
 
-        See `is_interrupted`.
+        `plan` is the plan of the next call. For the reasons, see `is_interrupted`.
         """
         program = self._program_of(plan)
         return self._transport.has_other_events([] if program is None else program.conns)
@@ -536,7 +537,7 @@ class CompiledCalls:
 
 
 def _reset(program: CompiledProgram, arena: npt.NDArray[np.uint8]) -> None:
-    """Set all words of a program to the values before a call, which uses `arena`."""
+    """Set all words of a program to their values before a call whose memory is `arena`."""
     program.words[:] = program.initial
     program.slots.fill(UNUSED)
     program.imported.clear()
@@ -601,8 +602,8 @@ def _fill_pair(program: CompiledProgram, end: LinkPair, op: int) -> bool:
 def _fill_clears(program: CompiledProgram, end: LinkPair) -> bool:
     """Store the ordinal below which all cleared slices to send have landing places (`CLEARED`).
 
-    Return False if a landing place is on another path or has another size, or if an earlier
-    cleared slice has none.
+    Return False if a landing place was announced on another path or for another size, or if a
+    cleared slice without a landing place precedes a cleared slice with one.
     """
     sender, is_over = end.sender, False
     for ordinal in range(end.nsends):
@@ -622,7 +623,7 @@ def _fill_clears(program: CompiledProgram, end: LinkPair) -> bool:
 def _fill_arrivals(program: CompiledProgram, end: LinkPair, op: int) -> bool:
     """Copy the eager slices of call `op` that have arrived already.
 
-    Return False if a slice that has arrived for this call is cleared, has another size than the
+    Return False if a slice whose number belongs to this call is cleared, has another size than the
     call expects, or was sent in a call with another number.
     """
     arrived = program.arrived(end.number)

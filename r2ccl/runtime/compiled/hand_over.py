@@ -2,8 +2,8 @@
 
 Held programs share some of their words, see `r2ccl.runtime.compiled.hold`. The shared words of a
 program are described by an array of 64-bit words: `WORDS`, `NSHARED`, then for each shared word its
-index in the program's words, its index in the table of all shared words, and its `ahead`: the word
-in the table minus that of the program, once the program's call has ended.
+index in the program's words, its index in the table of all shared words, and its `ahead`: the value
+in the table minus the value in the program, once the program's call has ended.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def make_hand_over() -> Callable[[int, int, int, int], int]:
     -------
     callable
         ``hand_over(source, is_ended, target, table)`` copies the shared words of one program to the
-        table, and then those of another program from the table. `source` and `target` are the
-        addresses of the descriptions of these words; 0: there is no such program. `table` is the
-        address of the table. `is_ended` is 1 if the call of the first program has ended; that of
-        the second must have ended. Returns 0.
+        table, and then from the table to another program. `source` and `target` are the addresses
+        of the arrays that describe the shared words of these programs; 0: there is no such program.
+        `table` is the address of the table. `is_ended` is 1 if the call of the first program has
+        ended, 0 if it is running; the call of the second program must have ended. Returns 0.
     """
 
     def hand_over(source: Any, is_ended: Any, target: Any, table: Any) -> Any:

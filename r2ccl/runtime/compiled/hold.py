@@ -1,10 +1,11 @@
 """Calls that have ended and whose tables still hold the state of their links.
 
-Several programs can be *held* together, also those of different communicators and of messages. One
-of them has the newest state. The next one takes over the counts of the links, and the positions in
-the receive buffers of the connections, from a table that all share. The links are brought up to
-date only when the hold ends. A rank that makes several calls in turn thus needs little more Python
-than one that repeats a single call.
+Several programs can be *held* together, also programs of different communicators and of messages.
+One of them, the current program, has the newest state. If another held program becomes the current
+one, it takes the counts of the links, and the positions in the receive buffers of the connections,
+from a table that all held programs share. The links are brought up to date only when the hold ends.
+A rank that repeats several calls in rotation thus runs little more Python code than a rank that
+repeats a single call.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ class _Shared(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Values that counters have once the held calls are settled.
+    """Final values of counters once the held calls are settled.
 
-    They are not increments, so setting them twice does no harm.
+    They are values, not increments, so setting the counters twice does no harm.
 
     Attributes
     ----------
     nfinished : int
         `r2ccl.runtime.compiled.call.CompiledCalls.nfinished`.
     paths : dict of Path to list of int
-        Paths of the calls, each with its slices sent, bytes sent, slices received, bytes received.
+        Slices sent, bytes sent, slices received, bytes received on each path of the calls.
     """
 
     nfinished: int
@@ -91,7 +92,7 @@ class HeldCalls:
         self._turns: deque[tuple[int, CompiledProgram]] = deque(maxlen=HISTORY)
 
     def take_over(self, program: CompiledProgram) -> None:
-        """Record that `program` makes the calls after call `op`, until another one takes over."""
+        """Record that `program` makes the calls after call `op`, until another program does."""
         program.view[at.OP] = self.op
         turns, first_op = self._turns, self.op + program.view[at.OP_STEP]
         if turns and turns[-1][0] == first_op:  # the program that took over last made no call
@@ -107,7 +108,7 @@ class HeldCalls:
         self.on_settled(op)
 
     def _plan_of(self, op: int) -> Plan:
-        """Return the plan of call `op`, one of the last `HISTORY` ones."""
+        """Return the plan of call `op`, which must be one of the last `HISTORY` calls."""
         turn = bisect_right(self._turns, op, key=itemgetter(0))
         return (self._turns[turn - 1][1] if turn else self._first).plan
 
@@ -118,8 +119,9 @@ class HeldPrograms:
     Parameters
     ----------
     program : CompiledProgram
+        First program.
     conns : sequence of Connection
-        Connections of the program's paths, which are lent.
+        Connections of the program's paths, borrowed from the transport.
     calls : Calls
         Calls of the program's communicator.
     on_settled : callable
@@ -134,9 +136,10 @@ class HeldPrograms:
     current : HeldCalls
         Held calls of this program's communicator.
     conns : dict of PathKey to Connection
-        All connections that are lent.
+        All connections that are borrowed from the transport.
     delayed : sequence of (PathKey, int)
-        Path and context of each frame of another communicator that the last call left in a buffer.
+        Path and context id of each frame of another communicator that the last call left in a
+        receive buffer.
     all_calls : dict of Calls to HeldCalls
         Held calls of all communicators.
     totals : Totals or None
@@ -181,7 +184,7 @@ class HeldPrograms:
         return self._members or (self.program,)
 
     def has(self, program: CompiledProgram) -> bool:
-        """Return whether `program` is held, so that it may take over (`take_over`)."""
+        """Return whether `program` is held, which `take_over` requires."""
         if not self._members:  # of the first program, only once there may be a second one
             self._members[self.program] = self._share(self.program)
         return program in self._members
@@ -202,7 +205,7 @@ class HeldPrograms:
         return self._arena[start : start + nbytes]
 
     def add(self, program: CompiledProgram) -> None:
-        """Hold `program`, too.
+        """Add `program` to the held programs.
 
         Its tables must have their initial values (`CompiledProgram.initial`), as at the start of a
         call, and its connections must be in ``conns``.
@@ -216,7 +219,7 @@ class HeldPrograms:
         calls: Calls[Consumer],
         on_settled: Callable[[int], None],
     ) -> None:
-        """Give the newest state to `program`, which is held and becomes the current program.
+        """Make the held program `program` the current one, and give it the newest state.
 
         `calls` and `on_settled` are those of its communicator, see `HeldCalls`.
         """
@@ -229,7 +232,7 @@ class HeldPrograms:
         self.program, self.current = program, current
 
     def delays(self, program: CompiledProgram) -> bool:
-        """Return whether a call of `program` would go on delaying one of the frames `delayed`.
+        """Return whether a frame in ``delayed`` would remain unread in a call of `program`.
 
         A call reads the frame if it receives on the same path and belongs to the same communicator.
         """
@@ -240,11 +243,11 @@ class HeldPrograms:
         )
 
     def confirm(self, confirmations: Sequence[tuple[tuple[int, int], int]]) -> bool:
-        """Note confirmations for links that only other programs than the current one use.
+        """Store confirmations for links that the current program does not use; return True.
 
-        Each is the peer and channel of a link, and a number; slices with lower numbers are
-        confirmed. Return False, and note nothing, if no program uses one of the links, or if one of
-        the numbers is too large.
+        Each has the key of a link (peer, channel) and a number; slices with lower numbers are
+        confirmed. Return False, and store nothing, if a link is not used by any held program, or if
+        a number exceeds the number of slices sent.
         """
         rows = [(self._links.get(key), ack) for key, ack in confirmations]
         for row, ack in rows:
@@ -277,9 +280,9 @@ class HeldPrograms:
                     self._hand_over(None, program, is_ended=True)
 
     def others(self) -> list[Connection]:
-        """Return the connections that the current program does not use, with their newest state.
+        """Return the connections that the current program does not use.
 
-        Call `spread` first.
+        Also bring their positions in the receive buffers up to date. Call `spread` first.
         """
         found = []
         for path, conn in self.conns.items():
@@ -295,7 +298,7 @@ class HeldPrograms:
     def _share(self, program: CompiledProgram) -> _Shared:
         """Return the description of a program's shared words.
 
-        Extend the table by the words of links and paths that no other program has.
+        Add to the table the words of links and paths that no other held program uses.
         """
         entries: list[tuple[int, int, int]] = []
         for end in program.ends:
@@ -325,9 +328,10 @@ class HeldPrograms:
     def _hand_over(
         self, source: CompiledProgram | None, target: CompiledProgram | None, *, is_ended: bool
     ) -> None:
-        """Copy the shared words of `source` to the table, then those of `target` from there.
+        """Copy the shared words of `source` to the table, then from the table to `target`.
 
-        `is_ended` is False if the call of `source` is running.
+        If `source` or `target` is None, skip this copy. `is_ended` is False if the call of `source`
+        is running.
         """
         members = self._members
         giver = 0 if source is None else members[source].address
@@ -340,8 +344,8 @@ def _entries(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the entries of `words` of a link or connection, see `hand_over`.
 
-    `column` is the index of the first word of the link or connection in the program, and `row` that
-    in the table. `ahead` has one number for each of `words`.
+    `column` is the index of the first word of the link or connection in the words of the program,
+    `row` its index in the table. `ahead` has one number for each of `words`.
     """
     for number, (word, more) in enumerate(zip(words, ahead, strict=True)):
         yield column + word, row + number, more

@@ -4,8 +4,8 @@ The words of the *state* come first. The records of connections, pairs and steps
 further tables. The state and the records contain the addresses of the other records and tables. A
 *pair* is the two links of one peer and channel. The *ordinal* of a slice is its number among the
 slices of the call on its link, from 0; its *number* counts the slices of all calls on the link.
-Times are in nanoseconds of the monotonic clock, sizes in bytes. In the lists of a record's words,
-each name is the index of a word.
+Times are in nanoseconds of the monotonic clock, sizes in bytes. Each name in the list of a record's
+words is the index of a word in the record.
 """
 
 from __future__ import annotations

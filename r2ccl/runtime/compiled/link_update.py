@@ -72,7 +72,7 @@ def keep_copies(
 ) -> None:
     """Keep copies of the eager slices of ended calls that the peer has not confirmed yet.
 
-    The newest call of the program `running`, if given, has not ended: its slices are not kept.
+    The newest call of `running`, if it is not None, has not ended: its slices are not kept.
     """
     found: dict[SendLink, list[tuple[int, CompiledProgram, LinkPair, int, int]]] = {}
     for program in programs:
@@ -105,7 +105,10 @@ def keep_copies(
 
 
 def totals_after(links: Links, counts: Mapping[CompiledProgram, int], nfinished: int) -> Totals:
-    """Return the totals after `counts` more calls of each program; ``nfinished`` is as given."""
+    """Return the totals after further calls; `counts` has the number of calls per program.
+
+    `nfinished` is the value for ``nfinished`` of the totals.
+    """
     paths: dict[Path, list[int]] = {}
     for program, ncalls in counts.items():
         for key, traffic in program.traffic.items():
@@ -136,7 +139,10 @@ def count(programs: Collection[CompiledProgram], totals: Totals) -> None:
 
 
 def measure(links: Links, program: CompiledProgram) -> None:
-    """Report to the bandwidth measurement when cleared slices were posted and released."""
+    """Report the times at which cleared slices were posted and released, from the log.
+
+    The reports go to the bandwidth measurement.
+    """
     balance = links.balance
     assert balance is not None
     rows = program.log[: program.view[at.NLOGGED]]

@@ -134,7 +134,7 @@ def has_unsent(state: Any) -> Any:
 
 @inlined
 def has_rest(state: Any) -> Any:
-    """Return whether a complete call has left work to the data loop, see UNSETTLED."""
+    """Return whether a complete call leaves frames or confirmations for the data loop to send."""
     for number in range(state[NCONNS]):
         conn = conn_of(state, number)
         if conn[NOW_DONE] < conn[NOW_NBYTES] or conn[NEXT_NBYTES]:
@@ -147,11 +147,11 @@ def has_rest(state: Any) -> Any:
 
 @inlined
 def read_all(state: Any) -> Any:
-    """Read from each socket until it is empty, its connection is stalled or there is an EVENT.
+    """Read from each socket until it is empty, its connection is stalled, or an event occurs.
 
-    Return EVENT if `parse` or `read_target` returned it, FOREIGN for a frame that compiled code
-    does not handle, -2 if a connection failed, and MORE otherwise. FOREIGN and -2 end the function
-    at once.
+    Return EVENT if `parse` or `read_target` returned it for any socket, otherwise MORE. Return
+    immediately FOREIGN for a frame that compiled code does not handle, and -2 if a connection
+    failed.
     """
     found = MORE
     for number in range(state[NCONNS]):
@@ -221,8 +221,8 @@ def poll(state: Any, timeout_ns: Any) -> Any:
 def leave_cpu_of_peer(state: Any) -> None:
     """Move this thread to the CPU `HOME` if a peer on loopback sends from the thread's CPU.
 
-    The scheduler may leave two waiting ranks on one CPU for long, because both yield it. The set of
-    CPUs on which this thread may run is the same afterwards.
+    The scheduler may leave two waiting ranks on one CPU for a long time, because both yield it. The
+    CPU affinity of this thread is the same afterwards.
     """
     cpu = current_cpu()
     if state[HOME] < 0 or state[HOME] == cpu:

@@ -98,7 +98,7 @@ class LinkPair(NamedTuple):
 
 
 class CompiledProgram:
-    """Tables of one plan, and the state of its running call.
+    """Tables of one plan for compiled code, with the state of the running call of this plan.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ class CompiledProgram:
     conns : list of Connection
         Connections of these paths in the last call.
     traffic : dict of PathKey to list of int
-        By path: slices sent in a call, their bytes, slices received, their bytes.
+        Slices sent, bytes sent, slices received, bytes received in one call, by path.
     imported : list of (PathKey, int)
         Path and size of each slice of the running call that arrived before the call.
     arena_nbytes : int
@@ -276,9 +276,9 @@ class CompiledProgram:
         return self._offsets[lane] + step
 
     def _step_tables(self, tables: _Tables, index: int, lane: Lane) -> list[tuple[int, int]]:
-        """Add a table of the boundaries and one of the dependencies of each step of a lane.
+        """Add two tables for each step of a lane: slice boundaries, and dependencies.
 
-        Return the indices of their first words, by step.
+        Return, for each step, the indices of the first words of its two tables.
         """
         first = self._offsets[index]
         return [
@@ -365,18 +365,17 @@ class CompiledProgram:
         ) = places
 
     def _window(self, config: Config) -> int:
-        """Return the limit of unconfirmed slices per link, below which eager slices are posted."""
+        """Return the number of unconfirmed slices of a link at which eager slices must wait."""
         nsmall = _AHEAD_NBYTES // max(1, self.arena_nbytes)
         return max(config.eager_slots, min(_MOST_AHEAD * config.eager_slots, nsmall))
 
     def _count_slots(self, window: int, scratch_nbytes: int) -> int:
-        """Return the number of slots: successive calls that may have unconfirmed slices.
+        """Return the number of slots, one per successive call that may have unconfirmed slices.
 
-        Two slots suffice if every pair that sends slices also receives some, because the slices
-        that arrive confirm those that were sent. Otherwise up to `window` slices of a link, perhaps
-        each of another call, may be unconfirmed. Return 1 if the call cannot be repeated, because
-        it would need too much memory. `scratch_nbytes` is the size of the scratch memory of a held
-        call.
+        Two slots suffice if every pair that sends slices also receives some, because the arriving
+        slices confirm the sent ones. Otherwise up to `window` slices of a link may be unconfirmed,
+        each possibly of a different call. Return 1 if the call cannot be repeated because it would
+        need too much memory. `scratch_nbytes` is the size of the scratch memory of a held call.
         """
         is_answered = all(pair.receives for pair in self.pairs if pair.sends)
         nslots = 2 if is_answered else window + 1
@@ -416,7 +415,7 @@ class CompiledProgram:
     def confirmations_for_others(self) -> list[tuple[tuple[int, int], int]]:
         """Return the confirmations that the call received for links that it does not use.
 
-        Each is the peer and channel of the link, and a number; slices with lower numbers are
+        Each has the key of the link (peer, channel) and a number; slices with lower numbers are
         confirmed.
         """
         if not self.view[at.NFOREIGN]:
@@ -429,7 +428,7 @@ class CompiledProgram:
         ]
 
     def delayed(self) -> list[tuple[PathKey, int]]:
-        """Return the path and context of each frame of another communicator that waits in a buffer.
+        """Return path and context id of each frame of another communicator in a receive buffer.
 
         The frames are those that the last call left there.
         """
@@ -484,9 +483,9 @@ class CompiledProgram:
         self.slots[0] = row
 
     def last_op(self, *, is_running: bool) -> int:
-        """Return the number of the program's last call that has ended; 0: none since it was held.
+        """Return the number of the program's last ended call; 0: none has ended since it was held.
 
-        If `is_running`, a further call has begun, and does not count.
+        If `is_running`, a further call has begun, which does not count.
         """
         newest = self.view[at.NREPEATS] - is_running
         return 0 if newest < 0 else int(self.slots[newest % self.nslots, 0])
@@ -527,7 +526,7 @@ class CompiledProgram:
         return [(entry >> 32, entry & 0xFFFFFFFF) for entry in entries]
 
     def arrived(self, number: int) -> Words:
-        """Return a view of the number of bytes that have arrived of each slice of a pair.
+        """Return a view of one word per slice of a pair: number of its bytes that have arrived.
 
         The number is -1 for a complete slice.
         """
@@ -564,7 +563,7 @@ def _reduces(plan: Plan) -> bool:
 
 
 class _Tables:
-    """Builder of one array of words from several; gives the index at which each begins."""
+    """Builder that joins arrays of words; `add` returns the index at which each array begins."""
 
     def __init__(self) -> None:
         self._parts: list[Words] = []

@@ -92,8 +92,9 @@ def confirm(state: Any, pair: Any, ack: Any) -> None:
 def is_awaited(state: Any, number: Any) -> Any:
     """Return whether the call needs further frames of connection `number`.
 
-    The call may need slices, the landing places and confirmations that its sends wait for, and, for
-    each link whose last slice is cleared, the confirmations without which the call does not end.
+    The call may need slices to receive, landing places and confirmations for slices to send, and
+    the final confirmations of each link whose last slice to send is cleared: without these the call
+    does not end.
     """
     for each in range(state[NPAIRS]):
         pair = pair_of(state, each)
@@ -114,10 +115,11 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
 
     Return EVENT if the frame was handled and an event was logged. Return TAKEN for a fragment of a
     slice that is not complete yet; only the fragment's confirmation may have been logged. Return
-    MORE if bytes are missing, and FOREIGN if Python must handle the frame. If the frame belongs to
-    a later call or message, or to another communicator, set IS_STALLED, leave the frame in the
-    buffer and return MORE; but return FOREIGN if it belongs to a later message or to another
-    communicator, and frames for which the call waits may follow.
+    MORE if bytes are missing, and FOREIGN if Python must handle the frame.
+
+    A frame of a later call stays in the buffer: set IS_STALLED and return MORE. Do the same for a
+    frame of a later message or of another communicator, unless the call waits for frames that may
+    follow on this connection; in this case, return FOREIGN.
     """
     at = conn[BUFFER] + conn[PARSED]
     kind, channel, nbytes, seq = load64(at), load64(at + 8), load64(at + 16), load64(at + 24)

@@ -1,9 +1,9 @@
 """Repetition of a call over TCP: the tables of a finished call become those of the next one.
 
-After a call that ended in compiled code, its connections may stay lent, and its tables then *hold*
-the state of its links. The next call of the same plan then need not import and export that state.
-Eager slices that peers have not confirmed yet must stay in memory, so the calls use the slots of
-the arena in turn.
+When a call has ended in compiled code, its connections may stay lent, and its tables then *hold*
+the state of its links. The next call of the same plan need not import and export that state. Eager
+slices that peers have not confirmed yet must stay in memory, so successive calls use the slots of
+the arena in rotation.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ from r2ccl.shm.rounds import fits
 
 @inlined
 def slot_row(state: Any, number: Any) -> Any:
-    """Return a pointer to the row of the slot that repetition `number` uses."""
+    """Return a pointer to the row in `SLOT_ROWS` of the slot that repetition `number` uses."""
     slot = number % state[NSLOTS]
     return words_at(state[SLOT_ROWS] + 8 * (1 + state[NPAIRS]) * slot)
 
 
 @inlined
 def is_slot_free(state: Any) -> Any:
-    """Return whether the next call may overwrite the copies of slices in its slot.
+    """Return whether the next call may overwrite the copies of earlier slices in its slot.
 
     With `Config.is_resilient`, peers must have confirmed these slices.
     """
@@ -87,10 +87,11 @@ def is_slot_free(state: Any) -> Any:
 
 @inlined
 def renew(state: Any) -> None:
-    """Change the tables of a call that returned FINISHED into those of the next call.
+    """Change the tables of a held call that has ended into those of the next call.
 
-    All other words have their initial values, or stay valid for the next call: nothing is queued,
-    staged or read in part. If the next call uses other memory, the caller sets `SPACES`.
+    The words that are not changed have their initial values or stay valid for the next call:
+    nothing is queued, staged or read in part. If the next call uses other memory, the caller sets
+    `SPACES`.
     """
     state[OP] += state[OP_STEP]
     state[NREPEATS] += 1
@@ -122,7 +123,10 @@ def renew(state: Any) -> None:
 
 @inlined
 def address_of(words: Any, place: Any, source_at: Any, target_at: Any) -> Any:
-    """Return the address of a place, see `r2ccl.runtime.staged_call`."""
+    """Return the address that two words describe, a *place* of `r2ccl.runtime.staged_call`.
+
+    `place` is the index in `words` of the first of the two words.
+    """
     offset = words[place + 1]
     if words[place] == NOWHERE:
         return offset
@@ -131,7 +135,7 @@ def address_of(words: Any, place: Any, source_at: Any, target_at: Any) -> Any:
 
 @inlined
 def copy(words: Any, copy_at: Any, source_at: Any, target_at: Any) -> None:
-    """Make the copy that is described by the words from `copy_at` on."""
+    """Copy memory as described by the words from `copy_at` on; see `r2ccl.runtime.staged_call`."""
     nbytes = words[copy_at]
     if nbytes:
         target = address_of(words, copy_at + 1, source_at, target_at)
@@ -146,10 +150,10 @@ def make_repeated() -> Callable[[int, int, int, int, int], int]:
     callable
         ``loop(address, source_at, target_at, call, is_resumed)``, an `r2ccl.shm.layout.Loop` whose
         state is that of a compiled call. `call` is the address of the words of
-        `r2ccl.runtime.staged_call`. The loop always begins a new call and ignores `is_resumed`.
-        Returns CHANGED if the arrays have another form or the call cannot be repeated now;
-        otherwise a result of the loop of `r2ccl.runtime.compiled.loop.make_loop`. If this result is
-        not FINISHED, the copy after the call is left to the caller.
+        `r2ccl.runtime.staged_call`. The loop always begins a new call and ignores `is_resumed`. It
+        returns CHANGED if the arrays have another form or the call cannot be repeated now.
+        Otherwise it returns a result of the loop of `r2ccl.runtime.compiled.loop.make_loop`; if
+        this result is not FINISHED, the caller must make the copy after the call.
     """
 
     def loop(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:

@@ -46,10 +46,10 @@ from r2ccl.types import MOST_UNREPORTED, MOST_UNTAKEN_ON_LINKS
 
 @inlined
 def is_possible(words: Any) -> Any:
-    """Return whether the receiver may buffer the message, and no separate report is due.
+    """Return whether the receiver may buffer the message, and this rank need not send a report.
 
-    After `MOST_UNREPORTED` bytes, this rank reports to the sender how many bytes it has taken. If
-    this rank also sends a message to that sender, this message carries the report.
+    After every `MOST_UNREPORTED` bytes, this rank reports to the sender how many bytes it has
+    taken. If this rank also sends a message to that sender, the message carries the report.
     """
     nbytes = words[NBYTES_SENT] - words[NBYTES_TAKEN] + words[OUTGOING_NBYTES]
     if words[OUTGOING] and nbytes > MOST_UNTAKEN_ON_LINKS:
@@ -70,7 +70,7 @@ def fill(words: Any, source: Any) -> None:
 
 @inlined
 def take(words: Any, target: Any) -> Any:
-    """Copy the data from the received envelope to address `target`, count it and return True.
+    """Copy the data of the received envelope to address `target`, count its bytes, return True.
 
     Return False, and do nothing, if the envelope is not the expected one.
     """
@@ -94,10 +94,10 @@ def make_repeated_message() -> Callable[[int, int, int, int, int], int]:
     -------
     callable
         ``loop(address, source_at, target_at, call, is_resumed)``. The parameters and results are
-        those of the loop of `r2ccl.runtime.compiled.repeated.make_repeated`, except that `call` is
-        the address of the words of the exchange. In addition, returns UNEXPECTED if the exchange is
-        complete, but the received envelope is not the expected one; the message that was sent is
-        then counted, the received one is not.
+        those of the loop of `r2ccl.runtime.compiled.repeated.make_repeated`, with two exceptions.
+        `call` is the address of the words of the exchange. The loop returns UNEXPECTED if the
+        exchange is complete but the received envelope is not the expected one; then the sent
+        message is counted, and the received message is not.
     """
 
     def loop(address: Any, source_at: Any, target_at: Any, call: Any, is_resumed: Any) -> Any:

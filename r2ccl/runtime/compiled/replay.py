@@ -93,7 +93,10 @@ class _Continued:
         }
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
-        """Apply a step to elements `lo` to ``hi - 1`` unless compiled code has; return 0."""
+        """Apply a step to elements `lo` to ``hi - 1``, unless compiled code did; return 0.
+
+        As for `Operands.apply`, 0 means that no work is deferred.
+        """
         if bisect_left(step.cuts, lo) >= self._done[id(step)]:
             self._apply(step, lo, hi, received)
         return 0
@@ -128,7 +131,8 @@ class Replay:
     def lanes(self, lanes: HostLanes, calls: Calls[Consumer]) -> list[LaneRun]:
         """Make the lanes of the call, register them as consumers of its slices, and return them.
 
-        Pass their `advance` to `run`; afterwards the data loop finishes them.
+        The caller passes the lanes' `LaneRun.advance` methods to `run`. Afterwards the data loop
+        finishes the lanes.
         """
         program, links = self._program, self._links
         call = _Continued(program, lanes)
@@ -191,7 +195,7 @@ class Replay:
                 yield Arrived(path, frame, payload, monotonic(), is_confirmed)
 
     def measure(self) -> None:
-        """Report to the bandwidth measurement the cleared slices that are posted only now.
+        """Report to the bandwidth measurement the cleared slices that only the replay has posted.
 
         These are the slices that `run` has posted and compiled code has not.
         """

@@ -204,7 +204,7 @@ def ask(state: Any, pair: Any) -> None:
 
 @inlined
 def confirm_consumed(state: Any) -> None:
-    """Stage a confirmation for each pair that has `IS_UNCONFIRMED`, as far as there is room."""
+    """Stage a confirmation for each pair with `IS_UNCONFIRMED`, while there is room."""
     for number in range(state[NPAIRS]):
         pair = pair_of(state, number)
         if pair[IS_UNCONFIRMED]:
@@ -256,10 +256,10 @@ def begin_unit(state: Any, conn: Any) -> Any:
 
 @inlined
 def write_some(state: Any, conn: Any) -> Any:
-    """Write a part of the unit once; return 1 if the unit is then complete, 0 if it is not.
+    """Write to the socket once; return 1 if the unit is then completely written, 0 if it is not.
 
-    Return -1 if the system call failed and wrote nothing. ``errno()`` is then EAGAIN if the socket
-    is full, EINTR, or the error of the connection.
+    Return -1 if the system call failed and wrote nothing. ``errno()`` is then EAGAIN (the socket is
+    full), EINTR, or the error of the connection.
     """
     message = words_at(state[MESSAGE])
     parts = words_at(message[2])
@@ -291,7 +291,7 @@ def write_some(state: Any, conn: Any) -> Any:
 def end_unit(state: Any, number: Any, conn: Any) -> Any:
     """Finish a unit; return whether it had the last fragment of a cleared slice.
 
-    Such a slice is logged as sent, and retired.
+    If it had, log the slice as sent, and retire it.
     """
     if conn[SENDING_PAIR] < 0 or conn[REST_NBYTES]:
         return False

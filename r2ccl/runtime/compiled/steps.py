@@ -92,7 +92,7 @@ def combine(state: Any, step: Any, offset: Any, nbytes: Any, received: Any) -> N
 def use_slices(state: Any, pair: Any) -> Any:
     """Deliver the slices that have arrived on a pair, and copy or reduce those that are ready.
 
-    Return whether any slice is now done that was not done before.
+    Return whether any slice was completed.
     """
     arrived, receives = words_at(pair[ARRIVED]), words_at(pair[RECEIVES])
     while pair[DELIVERED] < pair[ASKED] and arrived[pair[DELIVERED]] == -1:

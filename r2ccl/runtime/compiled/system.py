@@ -110,7 +110,7 @@ def poll_until(typing_context: Any, polls: Any, count: Any, time: Any) -> Any:
 
 @intrinsic
 def count_unread(typing_context: Any, fd: Any, address: Any) -> Any:
-    """Store the number of unread bytes of a socket, 32 bits wide, at `address`: FIONREAD."""
+    """Store the number of unread bytes of a socket (FIONREAD), in 32 bits, at `address`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = _libc(builder, "ioctl", _I32, [_I32, _I64], var_arg=True)
@@ -122,9 +122,10 @@ def count_unread(typing_context: Any, fd: Any, address: Any) -> Any:
 
 @intrinsic
 def read_option(typing_context: Any, fd: Any, option: Any, address: Any) -> Any:
-    """Store an option of level SOL_SOCKET, 32 bits wide, at `address`: getsockopt(2).
+    """Store a 32-bit socket option of level SOL_SOCKET at `address`: getsockopt(2).
 
-    The 32-bit number 4 must be at ``address + 8``. Returns 0; -1 if the call failed.
+    The size of the option, the 32-bit number 4, must be at ``address + 8``. Return 0, or -1 if the
+    call failed.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
