@@ -1,11 +1,11 @@
 """Calls of one communicator in memory that its ranks share, if all of them are on one host.
 
 The signature of a call, and the presence of a user's schedule, determine whether it runs in shared
-memory. Both are equal on all ranks, so all ranks decide alike. A blocking call runs in the calling
-thread, unless asynchronous calls are in progress; all other calls run in the worker thread. Calls
-in shared memory do not pass through the data loop, but are numbered together with those that do.
-A call that waits long for a peer checks whether the communicator has ended or the call's timeout
-has passed.
+memory. Both are equal on all ranks, so all ranks make the same choice. A blocking call runs in the
+calling thread, unless asynchronous calls are in progress; all other calls run in the worker thread.
+Calls in shared memory do not pass through the data loop; one sequence of numbers covers them and
+the calls that do. A call that waits long for a peer checks whether the communicator has ended or
+the call's timeout has passed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LocalCalls:
 
     @property
     def ncalls(self) -> int:
-        """Number of calls begun."""
+        """Number of calls in shared memory that this rank has begun."""
         return self._group.ncalls
 
     def ahead(self) -> dict[int, int]:
@@ -87,7 +87,7 @@ class LocalCalls:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Rank in the job of each rank of the communicator."""
+        """Ranks of the communicator, in its order, numbered as in the job."""
         return self._engine.context.members
 
     # Calls
@@ -112,10 +112,11 @@ class LocalCalls:
         return found
 
     def run(self, request: Request) -> LocalCall | None:
-        """Run `request`, which has no conversion, in shared memory; return the prepared call.
+        """Run `request` in shared memory; return the prepared call.
 
-        Return None, and do nothing, if `request` cannot run in shared memory. Any error of the
-        running call ends the communicator.
+        `request` must not have a conversion of its input (``Request.conversion``). Return None, and
+        do nothing, if `request` cannot run in shared memory. Any error of the running call ends the
+        communicator.
 
         Raises
         ------
@@ -142,9 +143,9 @@ class LocalCalls:
         return call
 
     def _run_placed(self, request: Request, source: Buffer) -> LocalCall:
-        """Run an allgather of equal parts, and copy the parts to the places that this rank wants.
+        """Run an allgather of equal parts, and copy them to the ranges ``request.parts.outputs``.
 
-        The other ranks may want other places, but the call must be the same on all ranks.
+        These ranges may differ between the ranks, but the allgather itself must not.
         """
         parts, output = request.parts, request.output
         assert parts is not None
@@ -159,7 +160,8 @@ class LocalCalls:
     def collect(self, call: CallSignature, source: Array, output: Array) -> bool:
         """Run an allreduce, or an allgather whose input is this rank's part of `output`.
 
-        Return False, and do nothing, if the call does not run in shared memory. Errors: as `run`.
+        Return False, and do nothing, if the call does not run in shared memory. Raise the errors of
+        `run`.
         """
         if not self.takes(call):
             return False
@@ -221,7 +223,8 @@ class LocalCalls:
     def leave(self, make: Make, x: Any, out: Any) -> None:
         """Withdraw the arrays of a failed call from the peers, which may be accessing them.
 
-        The call repeated ``make(x, out, ...)``. See `r2ccl.shm.group.LocalGroup.leave`.
+        The failed call repeated an earlier call, with the arguments `x` and `out`. `make` is the
+        function that made the request of the earlier call. See `r2ccl.shm.group.LocalGroup.leave`.
         """
         output = array_of(x if out is None else out) if make is allreduce else None
         self._group.leave(output)
@@ -248,10 +251,11 @@ class LocalCalls:
         self._group.wake()
 
     def require_same(self, *, is_last: bool) -> None:
-        """Check that the other ranks made the same calls, for calls that did not wait for them.
+        """Check that each other rank made the same calls as this rank.
 
-        Only calls that both ranks are known to have begun are compared. If `is_last`, all ranks
-        have made all their calls, so the numbers of calls are compared, too.
+        A call may have ended on one rank without waiting for the others, and so without comparing
+        their calls. Only calls that both ranks are known to have begun are compared. If `is_last`,
+        all ranks have made all their calls, so the numbers of calls are compared, too.
 
         Raises
         ------
@@ -270,7 +274,7 @@ class LocalCalls:
             raise self._difference(found)
 
     def close(self) -> None:
-        """Free the memory; no call may run or follow."""
+        """Free the memory; no call may be running, and none may be made afterwards."""
         self._has_ended = True
         self.repeats.forget()
         self._engine.detach(self)
@@ -337,10 +341,10 @@ def _is_copied(request: Request) -> bool:
 
 
 def _is_placed(request: Request) -> bool:
-    """Return whether the call is an allgather of equal parts to places that this rank has chosen.
+    """Return whether the call is an allgather of equal parts to output ranges chosen by the caller.
 
-    For host memory, `r2ccl.runtime.arguments.allgatherv` makes such a request only if the places
-    are not those of an allgather, or the output has more elements than the parts.
+    For host memory, `r2ccl.runtime.arguments.allgatherv` makes such a request only if the ranges
+    are not those of an allgather, or the output has more elements than all parts together.
     """
     parts = request.parts
     if parts is None or request.signature.collective != Collective.ALLGATHER:

@@ -36,7 +36,7 @@ class MessageCalls:
     Parameters
     ----------
     collectives : Collectives
-        Collectives of the same communicator; their groups of calls also contain messages.
+        Collectives of the same communicator; a group of their calls may also contain messages.
     messenger : Messenger
     nranks : int
     """

@@ -1,7 +1,7 @@
 """Participant: resources of one communicator at this rank.
 
-A participant owns the plan cache, the worker thread and the collectives, on host and on device
-memory, of the communicator. The job, which owns the connections, closes the participant.
+A participant owns the communicator's plan cache, its worker thread, and its collectives on host
+memory and on device memory. The job, which owns the connections, closes the participant.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Participant:
     hosts : list of str
         `PeerInfo.host` of each rank of the communicator.
     closing : RLock
-        Held by `Job.close` while it closes the communicator. A signal handler may enter it again.
+        Held by `Job.close` while it closes the communicator. A signal handler that interrupts
+        `Job.close` may acquire it again.
     """
 
     def __init__(
@@ -292,7 +293,7 @@ class Participant:
 
     @property
     def is_closed(self) -> bool:
-        """True if calls are refused."""
+        """True if the communicator refuses all calls (see `refuse`)."""
         return self.collectives.is_closed
 
     @property
@@ -304,15 +305,15 @@ class Participant:
     def is_below(self) -> bool:
         """True if the caller is a signal handler that interrupted a blocking call of its thread.
 
-        True also in a function of `user_op` that a collective calls. False if the worker runs the
-        collective of the interrupted call, and this thread only waits for the worker.
+        Also True if the caller is a `user_op` function that a collective calls. False if the worker
+        runs the collective of the interrupted call, and this thread only waits for the worker.
         """
         return self.collectives.is_below or self.engine.messenger.is_below
 
     # End
 
     def revoke(self, why: str) -> None:
-        """End the job's communicators on all ranks, unless this one is closed."""
+        """End all communicators of the job on all ranks, unless this communicator is closed."""
         if not self.is_closed:
             self.engine.note_end_known()
             self.engine.revoke(why)
@@ -344,7 +345,7 @@ class Participant:
         self.collectives.in_turn(self.engine.leave, is_last=True)
 
     def require_same(self, *, is_last: bool) -> None:
-        """Check that the other ranks made the same calls in shared memory, as far as is known.
+        """Check that the other ranks made the same calls in shared memory, as far as known.
 
         See `LocalCalls.require_same` for `is_last` and the error.
         """
@@ -388,7 +389,10 @@ class Participant:
         self._on_device.close(deadline_s)
 
     def require_seen(self) -> None:
-        """Raise an error if an asynchronous call failed unseen; see `Collectives.require_seen`."""
+        """Raise an error if an asynchronous call failed and no caller saw its error.
+
+        See `Collectives.require_seen`.
+        """
         self.collectives.require_seen()
 
 

@@ -1,4 +1,4 @@
-"""Calls that wait in the data loop, the timeouts of their waits, and the errors that end them."""
+"""Callers that wait in the data loop, the timeouts of the waits, and the errors of the callers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from r2ccl.runtime.status import Pending
 class Patience(NamedTuple):
     """Timeout of a wait, the setting that it comes from, and a function that describes the wait.
 
-    The setting is given by its keyword in `r2ccl.init`, such as ``timeout_s``.
+    The setting is the name of a keyword of `r2ccl.init`, such as ``timeout_s``.
     """
 
     timeout_s: float
@@ -30,8 +30,8 @@ class Caller(Protocol):
     since_s : float
         Time at which the last wait began, in seconds of the loop's clock.
     is_calling : bool
-        True while a call is in progress in the thread that owns the data loop. Stays True after a
-        call that could not end properly.
+        True while a call is in progress in the thread that owns the data loop. Stays True if the
+        call cannot end properly.
     has_raised : bool
         True once a call has raised the error that ended the communicator.
     peers : frozenset of int

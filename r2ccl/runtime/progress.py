@@ -99,19 +99,19 @@ class Recorder(Protocol):
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """See `Transport.isend`."""
+        """Record a slice that `Transport.isend` would send."""
         ...
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """See `Transport.irecv`."""
+        """Record a landing place that `Transport.irecv` would announce."""
         ...
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
-        """See `Transport.confirm`."""
+        """Ignore a confirmation that `Transport.confirm` would send."""
         ...
 
     def flush(self) -> None:
-        """See `Transport.flush`."""
+        """Do nothing where `Transport.flush` would write data."""
         ...
 
 
@@ -263,7 +263,7 @@ class Progress:
     def _take_computed(self) -> bool:
         """Let `advance` run the consumers of each call whose deferred work has progressed.
 
-        Return whether there is such a call.
+        Return True if there is at least one such call.
         """
         has_computed = False
         for calls, computer in self._computers.items():
@@ -453,9 +453,9 @@ def describe(signature: int) -> str:
 def difference(
     op: int, rank: int, peer: int, mine: int, theirs: int, *, is_earlier: bool = False
 ) -> InvalidArgument:
-    """Return the error for two ranks whose calls number `op` have different packed signatures.
+    """Return the error for call `op`, whose packed signatures differ between `rank` and `peer`.
 
-    If `is_earlier`, the calls that differ may also be earlier ones.
+    If `is_earlier`, an earlier call may be the one that differs.
     """
     which = f"{op} or an earlier one" if is_earlier else str(op)
     return InvalidArgument(

@@ -1,6 +1,6 @@
 """Calls that compiled code can run again, with arrays of the same form, without a new request.
 
-A call that repeats an earlier one need not check its arguments, plan or prepare anything. The
+A call that repeats an earlier call skips the check of arguments, planning and preparation. The
 earlier call is found first by the function that makes the request, then by its *form*: the types,
 sizes and dtypes of its arrays, how they overlap, and the other arguments.
 """
@@ -52,7 +52,8 @@ class Repeats:
     Attributes
     ----------
     last : dict of callable to Repeat
-        By the function that makes the request: the function that runs the last such call again.
+        For each function that makes requests, the function that repeats the last call with such a
+        request.
     """
 
     def __init__(self, most: int) -> None:
@@ -108,9 +109,10 @@ class Repeats:
     def run_other(self, make: Make, x: Any, out: Any, rest: tuple[Any, ...]) -> Any:
         """Run again a remembered call of `make` that has the form of these arguments.
 
-        To be called after ``last[make]`` has returned NotImplemented. Unlike ``last[make]``, this
-        method also takes torch tensors. Return the result, or NotImplemented if no remembered call
-        has this form, or if it cannot be run again now. Raises the same errors as the call.
+        Call this method after ``last[make]`` has returned NotImplemented. Unlike ``last[make]``,
+        this method also takes torch tensors. Return the result of the call. Return NotImplemented
+        if no remembered call has this form, or the call cannot be run again now. Raise the same
+        errors as the call.
         """
         array, target = array_of(x), array_of(out)
         found = self._by_key.get(_key(make, x, array, out, rest))
@@ -236,9 +238,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def plain_of(rest: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments `rest` of a call, with sequences of integers of any type as tuples.
+    """Return the arguments `rest` of a call, with iterables of integers converted to tuples.
 
-    Lists and tuples of `int` objects, and values that are not such sequences, stay as they are.
+    Lists and tuples of `int` objects, and values that are not iterables of integers, are not
+    converted.
     """
     return rest if all(map(_is_plain, rest)) else tuple(map(_as_plain, rest))
 

@@ -38,7 +38,7 @@ from r2ccl.types import Nic
 
 
 class ReportedCalls(Protocol):
-    """Interface of the calls of one communicator that its reports use.
+    """Interface through which the reports of a communicator read the state of its calls.
 
     Attributes
     ----------
@@ -62,12 +62,12 @@ class ReportedCalls(Protocol):
         ...
 
     def pending(self) -> Pending:
-        """Describe the wait of the blocked call."""
+        """Return a description of the call that blocks this rank, and of its wait."""
         ...
 
 
 class Reports:
-    """Reports of a rank, with the calls of one communicator.
+    """Reports of a rank; some of them cover the calls of one communicator.
 
     Parameters
     ----------

@@ -108,8 +108,8 @@ def require_main_thread() -> None:
 def write_line(text: str, path: str) -> None:
     """Append `text` and a line feed to the file `path`.
 
-    If `path` is empty or cannot be written to, write to stderr, in the latter case with the reason.
-    Raise no error if stderr cannot be written to either.
+    If `path` is empty, write to stderr. If the file cannot be written, write to stderr with the
+    reason. Raise no error if stderr cannot be written either.
     """
     try:
         if path:

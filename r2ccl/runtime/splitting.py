@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
 
 def split(participant: Participant, color: int | None, key: int) -> Part | None:
-    """Agree on one communicator per color, and return that of `color`; None if `color` is None.
+    """Agree on one communicator per color; return that of `color`, or None if `color` is None.
 
     Arguments and errors are those of `Communicator.split`.
     """
@@ -80,14 +80,14 @@ def split(participant: Participant, color: int | None, key: int) -> Part | None:
 
 
 def dup(participant: Participant) -> Part:
-    """Agree on a communicator of the same ranks, and return it."""
+    """Agree on a communicator of the same ranks; return its description."""
     part = split(participant, 0, participant.engine.rank)
     assert part is not None
     return part
 
 
 def create(participant: Participant, ranks: Sequence[int]) -> Part | None:
-    """Agree on a communicator of `ranks`, and return it; return None on all other ranks."""
+    """Agree on a communicator of `ranks`; return its description, or None on all other ranks."""
     chosen = _different(ranks, participant.engine.nranks)
     own = participant.engine.rank
     return (
@@ -96,7 +96,7 @@ def create(participant: Participant, ranks: Sequence[int]) -> Part | None:
 
 
 def create_among(participant: Participant, ranks: Sequence[int], allgather: AllgatherBytes) -> Part:
-    """Agree on a communicator of `ranks`, and return it; only these ranks may make this call.
+    """Agree on a communicator of `ranks`; return its description. Only `ranks` make this call.
 
     `allgather` gathers the bytes of all `ranks`, in the order of `ranks`, on each of these ranks.
     Errors are those of `Communicator.create_among`.
@@ -129,7 +129,7 @@ def create_among(participant: Participant, ranks: Sequence[int], allgather: Allg
 
 
 def _different(ranks: Sequence[int], nranks: int) -> list[int]:
-    """Return `ranks` as a list; raise `InvalidArgument` if one is invalid or occurs twice."""
+    """Return `ranks` as a list; raise `InvalidArgument` if a rank is invalid or occurs twice."""
     if not np.iterable(ranks):
         raise InvalidArgument(f"ranks={ranks!r}; give a sequence of ranks from 0 to {nranks - 1}")
     chosen = [rank_of(rank, nranks, "rank") for rank in ranks]
@@ -160,7 +160,7 @@ def agree(
         The ranks of a new communicator are ordered by key, then as in the allgather.
     timeout_s : float
         Longest wait, in seconds, for other threads that are making communicators and, if all
-        context ids are in use, for one to become free.
+        context ids are in use, for a context id to become free.
     among : sequence of int, optional
         Ranks that take part, in the order of the allgather. Default: all.
 
@@ -233,7 +233,7 @@ def agree(
 
 
 def _entry_of(row: bytes, rank: int) -> _Entry:
-    """Return the entry of `rank`; raise `InvalidArgument` if `row` is not one."""
+    """Decode `row`, the entry of `rank`; raise `InvalidArgument` if `row` is no valid entry."""
     offer = row[_ENTRY.size :]
     if is_offer(offer):
         takes_part, is_late, color, key = _ENTRY.unpack_from(row)

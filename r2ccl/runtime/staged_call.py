@@ -1,7 +1,7 @@
 """Memory of a collective over the network: arrays of its schedule, and copies before and after it.
 
-The copies of a repeated call are made in compiled code, which needs their addresses relative to the
-caller's arrays: *places*.
+The copies of a repeated call are made in compiled code. It needs *places*: the addresses of the
+copied data, relative to the caller's arrays.
 """
 
 from __future__ import annotations

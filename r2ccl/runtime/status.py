@@ -74,8 +74,8 @@ class Pending(msgspec.Struct, frozen=True):
     now_s, since_s : float
         Time of this reading, and time at which the present wait of the call began.
     absent : dict of int to int
-        Ranks that have not made the blocked call, as far as this rank knows, with the number of the
-        last collective that each was seen in (0: none).
+        Maps each rank that has not made the blocked call, as far as this rank knows, to the number
+        of the last collective in which the rank was seen; 0: none.
     waits : tuple of Wait
     slow : tuple of int
         Ranks found slow since `since_s`: their ports answer probes, but no data arrives from them.
@@ -231,9 +231,10 @@ class RailHealth(msgspec.Struct, frozen=True):
         Nominal speed in Mbit/s; 0: unknown.
     state : str
         ``excluded`` if the local NIC is excluded. Otherwise ``up`` if all paths are up, ``down`` if
-        none is, else ``degraded``. Closed paths do not count; a rail without other paths is ``up``.
+        none is, else ``degraded``. Closed paths do not count; a rail with only closed paths, or
+        without paths, is ``up``.
     paths : tuple of PathEntry
-        One path per rank that this rank connects, or has connected, data paths to.
+        One path to each rank to which this rank connects, or has connected, data paths.
     nrepairs : int
         Number of repairs in the log that were caused by this rail.
     """
@@ -325,8 +326,8 @@ class HeldPath(msgspec.Struct, frozen=True):
     """Path out of use that must answer probes before it is used again.
 
     The path has failed, or its exclusion has ended. It must answer ``R2CC_FAILBACK_PROBES`` probes
-    in a row, and all probes for ``hold_s`` seconds (0: no such time). If no other path to the peer
-    is up, the path is used earlier.
+    in a row, and all probes for ``hold_s`` seconds; if ``hold_s`` is 0, there is no such period. If
+    no other path to the peer is up, the path is used earlier.
     """
 
     peer: int
@@ -340,8 +341,8 @@ class RankStatus(msgspec.Struct, frozen=True):
     ``now_s`` is the time of this reading. ``error`` is the error that ended the communicator, or
     empty. ``nconnects`` is the number of calls and messages that connected data paths before their
     first slice. ``operations`` has the collective in the data loop, if any. ``health`` is None with
-    ``R2CC_MODE=failstop``. ``held`` has the paths that must answer probes before they are used
-    again; only those to higher ranks, because the lower of two ranks restores their paths.
+    ``R2CC_MODE=failstop``. ``held`` has the paths to higher ranks that must answer probes before
+    they are used again; the lower of two ranks restores a path, so paths to lower ranks are absent.
     ``planning`` has the number and the times of the plans made with the same health as the last
     plan.
     """
@@ -392,7 +393,7 @@ def waits_for_confirmation(
     """Return one `Wait` per link whose peer has not confirmed all slices.
 
     Eager slices count only if `is_eager_too`; a call does not wait for their confirmation. The
-    links are those of the communicator with `context_id`; None: of all communicators.
+    links are those of the communicator with `context_id`, or of all communicators if it is None.
     """
     return tuple(
         Wait(peer, "confirmation", channel, link.confirmed)
@@ -410,7 +411,7 @@ def path_entries(links: Links) -> tuple[PathEntry, ...]:
 def peer_entries(
     peers: Iterable[PeerInfo], last_heard: Callable[[int], float | None], ops: Mapping[int, int]
 ) -> tuple[PeerEntry, ...]:
-    """Return the entries of `peers`; ``ops[peer]`` is the last collective `peer` was seen in."""
+    """Return the entries of `peers`; ``ops[peer]`` is the last collective seen of `peer`."""
     return tuple(_peer(each, last_heard(each.rank), ops.get(each.rank, 0)) for each in peers)
 
 

@@ -1,4 +1,4 @@
-"""Turn: lets one thread at a time run the collectives, or move the messages, of a communicator."""
+"""Right of one thread at a time to run the collectives, or move the messages, of a communicator."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Turn:
       that the worker, if there is one, is idle, and sets `is_repeating`. Acquiring `lock` would
       take longer than all these steps together.
 
-    So if two threads try at the same time, one of them sees the other. The lock is re-entrant,
-    because only a re-entrant lock can tell whether this thread holds it. Ctrl-C may come just as a
-    thread acquires the lock, so the lock is acquired within the ``try`` that releases it.
+    If two threads try at the same time, at least one of them therefore sees the other. The lock is
+    re-entrant, because only a re-entrant lock can tell whether this thread holds it. Ctrl-C may
+    come just as a thread acquires the lock, so the lock is acquired within the ``try`` statement
+    that releases it.
 
     Attributes
     ----------

@@ -16,7 +16,7 @@ the last steps of the chunk itself.
 
 All steps carry the signature of the whole call, so a step between ranks whose calls differ fails.
 
-Invariant: when a call ends, by result, error or Ctrl-C, no thread uses its arrays any more.
+Invariant: after a call has ended, by result, error or Ctrl-C, no thread uses its arrays.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class TwoLevelCalls:
         return difference(op, rank, peer, error.own, error.call, is_earlier=error.is_earlier)
 
     def ahead(self) -> dict[int, int]:
-        """Return an empty dict: the engine knows the calls by their steps over the network."""
+        """Return an empty dict: the engine sees the calls through their steps over the network."""
         return {}
 
     def end(self) -> None:
@@ -256,9 +256,10 @@ class TwoLevelCalls:
         self._group.wake()
 
     def close(self, timeout_s: float) -> bool:
-        """End the second thread and free the shared memory; no call may run or follow.
+        """End the second thread and free the shared memory; return True.
 
-        Return False, and free nothing, if the thread does not end within `timeout_s` seconds.
+        Return False, and free nothing, if the thread does not end within `timeout_s` seconds. No
+        call may be running, and none may be made afterwards.
         """
         if not self._worker.close(timeout_s):
             return False
@@ -341,7 +342,8 @@ class _Run:
     def _run_between(self, step: NetworkStep, health: Health | None) -> None:
         """Run the step between the nodes.
 
-        `health` is the result of `Engine.enter` for the chunk; None: `enter` was not called yet.
+        `health` is the result of `Engine.enter` for the chunk, or None if `Engine.enter` has not
+        been called for the chunk.
         """
 
         def select(health: Health, _: int = 0) -> Plan:
@@ -404,8 +406,8 @@ class _TeamExchange:
     """Allgather of bytes among the ranks of a node, as part of an allgather among all ranks.
 
     Nodes may need different numbers of allgathers: a node whose ranks cannot share memory stops
-    early. In each allgather, every rank tells whether its node may need another one. `finish` takes
-    part in the allgathers of the other nodes until no node needs another one.
+    early. In each allgather, every rank tells whether its node may need a further allgather.
+    `finish` takes part in the allgathers of the other nodes until no node needs another.
 
     Parameters
     ----------
@@ -463,7 +465,7 @@ def connect(
     obstacle : str
         Reason why this rank cannot share memory; empty if it can.
     teams : sequence of sequence of int
-        Ranks of each node, numbered as in the communicator; equally many on all nodes.
+        Ranks of each node, numbered as in the communicator; all nodes have equally many ranks.
     one_level, pool, run_engine, scratch
         See `TwoLevelCalls`.
 

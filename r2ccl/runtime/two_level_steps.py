@@ -81,7 +81,7 @@ class CallMemory(NamedTuple):
     Attributes
     ----------
     source : ndarray
-        Input of the call; not read on ranks that have none.
+        Input of the call; not read on ranks without an input.
     work : ndarray
         Memory with the size and layout of the call's whole buffer, which the network reads and
         writes: the output or, if the rank has no output with this layout, other memory.
@@ -102,7 +102,7 @@ class StepMaker:
     place : NodePlace
     memory : CallMemory
     root : NodePlace
-        Place of the root; ignored if the collective has none.
+        Place of the root; ignored if the collective has no root.
     bounds : sequence of int
         For an allgather or a reduce-scatter, first element of the part of each rank of this node in
         the whole buffer, and the end of the last part.
@@ -240,11 +240,11 @@ class StepMaker:
         return piece.first + lo, piece.first + hi
 
     def _owned(self, piece: Piece, index: int) -> Range:
-        """Return the range, in the buffer, of a local rank's elements in a piece of the node."""
+        """Return the range, in the buffer, of the elements of local rank `index` in a piece."""
         return _common((piece.first, piece.end), (self._bounds[index], self._bounds[index + 1]))
 
     def _only(self, index: int, part: Range) -> tuple[Range, ...]:
-        """Return the parts of the node's ranks: `part` for one, and empty parts for the others."""
+        """Return the parts of the node's ranks: `part` for rank `index`, empty parts for others."""
         return tuple(part if each == index else (0, 0) for each in range(self._place.nlocal))
 
 
@@ -254,7 +254,7 @@ def _common(one: Range, other: Range) -> Range:
 
 
 def _shifted(part: Range, start: int) -> Range:
-    """Return the range of a part, counted from element `start`; (0, 0) if it is empty."""
+    """Return the range `part`, counted from element `start`; (0, 0) if the range is empty."""
     return (part[0] - start, part[1] - start) if part[0] < part[1] else (0, 0)
 
 

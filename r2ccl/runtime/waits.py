@@ -102,7 +102,7 @@ class Waits:
         return self._blocked(f"call {op}, before it is planned", waits=waits)
 
     def for_slices(self, runs: Sequence[LaneRun]) -> Pending:
-        """Describe the running call, whose lanes are `runs`."""
+        """Describe the wait of the running call, whose lanes are `runs`."""
         op = self._calls.op
         doing = f"call {op}, {describe(self._calls.signature)}"
         absent = {rank: last for rank, last in self.last_ops().items() if last < op}
@@ -121,7 +121,7 @@ class Waits:
         )
 
     def for_leaving(self, left: set[int]) -> Pending:
-        """Describe the wait of close() for the ranks that have not called it: all but `left`."""
+        """Describe the wait of close() for all ranks except `left`, which have called close()."""
         ops = self.last_ops()
         return self._blocked("close()", {peer: ops[peer] for peer in ops.keys() - left})
 
@@ -147,17 +147,18 @@ class Waits:
         has_begun: bool = False,
         is_part: bool = False,
     ) -> None:
-        """Wait for the end of a call in shared memory, or of a step of one: until ``resume()``.
+        """Wait until a call in shared memory, or a step of such a call, has ended.
 
-        Between the calls of `resume`, run the data loop unless another thread runs it. Log a line
-        after ``R2CC_SUSPICION_TIMEOUT_S``, and again every `SAY_AGAIN_S`.
+        Call `resume` until it returns True. Between two calls of `resume`, run the data loop unless
+        another thread runs it. Log a line after ``R2CC_SUSPICION_TIMEOUT_S``, and again every
+        `SAY_AGAIN_S`.
 
         Parameters
         ----------
         op : int
             Number of the call.
         signature : int
-            Its packed signature.
+            Packed signature of the call.
         resume : callable
             ``resume()`` waits some milliseconds for peers, without the GIL, and returns whether the
             call or step has ended.
@@ -212,7 +213,7 @@ class Waits:
         resume: Callable[[], bool],
         missing: Callable[[], Missing],
     ) -> None:
-        """Wait for a step of a call, while another step of it runs in another thread.
+        """Wait for a step of a call, while another step of this call runs in another thread.
 
         Parameters are those of `await_local`. The other thread runs the data loop, and raises the
         error that ended the communicator.

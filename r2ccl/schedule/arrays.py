@@ -83,9 +83,9 @@ def as_arrays(schedule: Schedule) -> ScheduleArrays:
     Raises
     ------
     ScheduleError
-        If `Schedule.program` refuses a rank's program, or the program has a different number of
-        channels than the schedule; if an op is no `Op`, or has a field that is not an integer that
-        fits its type in `OP_DTYPE`.
+        If `Schedule.program` refuses a rank's program; if the program and the schedule have
+        different numbers of channels; if an op is not an `Op`; or if a field of an op is not an
+        integer, or does not fit its type in `OP_DTYPE`.
 
     Notes
     -----

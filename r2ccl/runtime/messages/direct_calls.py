@@ -137,9 +137,9 @@ class DirectCalls:
     ) -> bool:
         """Return whether to try a direct call; any thread may call this method.
 
-        Return False if a peer is `ANY`, or if the messages are neither all short nor all long ones
-        that compiled code can move. Also return False for the next `_NSKIPPED` calls after calls
-        with `key` have left compiled code too often; each call of this method counts one of them.
+        Return False if a peer is `ANY`. Return False unless either all messages are short, or all
+        are long and compiled code can move them. If calls with `key` have left compiled code too
+        often, also return False the next `_NSKIPPED` times that this method is called with `key`.
         """
         if any(end is not None and end.peer == ANY for end in (sent, received)):
             return False
@@ -160,13 +160,14 @@ class DirectCalls:
 
         - A peer is this rank, `ANY` or not connected, or the communicator is being closed.
         - An announced message is unfinished, which compiled code would delay.
-        - The call receives, and another receive waits, a message to take has arrived already, or an
-          envelope from the sender has arrived and is not handled yet.
+        - The call receives, and one of these is true: another receive waits; a message that the
+          call would receive has arrived already; an envelope from the sender has arrived and is not
+          handled yet.
         - A message of the call is long, and any message, receive or envelope waits.
-        - The call sends, and an earlier envelope to the peer waits, or the peer may not buffer a
-          short message of this size.
-        - The two links to a peer have no common route, links or connections are in use, or too many
-          calls are prepared.
+        - The call sends, and either an earlier envelope to the peer waits, or the peer may not
+          buffer a short message of this size.
+        - The two links to a peer have no common route.
+        - Links or connections are in use, or too many calls are prepared.
         """
         driver = self._driver
         self._compiled.take_events()  # one of them may be the message to receive
@@ -210,7 +211,7 @@ class DirectCalls:
     ) -> Outcome:
         """Repeat the last direct call with these peers and sizes, with new tags and arrays.
 
-        Return the outcome as `run` does, and NOT_RUN if that call was not held after `run`, or
+        Return the outcome as `run` does. Return NOT_RUN if that call was not held after `run`, or
         cannot be repeated now. Any thread may call this method.
         """
         call = self._prepared.get((*_size_of(sent), *_size_of(received)))
@@ -228,7 +229,7 @@ class DirectCalls:
         received: DirectEnd | None,
         compiled: CompiledCalls,
     ) -> bool:
-        """Make `call` the one that the next repetition repeats; return False if it cannot run now.
+        """Select `call` for the next repetition; return False if `call` cannot run now.
 
         The calling thread must own the data loop.
         """

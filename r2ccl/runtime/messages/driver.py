@@ -1,11 +1,11 @@
 """Exchange of messages over the links: envelopes, landing places, data.
 
 An *envelope* is an eager slice. It carries a short message, or announces, grants or refuses a
-message, or does none of these. Every envelope also reports how many bytes of the receiver's short
-messages its sender has taken. Long messages are announced, and some short ones
-(`MessageProtocol.send`). Each pair of ranks has one channel for envelopes, and one per home rail
-for the data of announced messages; these channels have a context id of their own. An announced
-message is sent as follows::
+message. Every envelope from rank A to rank B also reports how many bytes of short messages from B
+the receives of A have taken; some envelopes contain only this report. All long messages and some
+short messages (`MessageProtocol.send`) are announced. Each pair of ranks has one channel for
+envelopes, and one channel per home rail for the data of announced messages; these channels have
+their own context id. An announced message is sent as follows::
 
     sender                                   receiver
     REQUEST(ident, tag, dtype, nbytes)  ->   finds the receive that takes it
@@ -135,7 +135,7 @@ class MessageDriver(MessageProtocol):
     rank : int
         This rank in the communicator.
     members : sequence of int
-        Rank in the job of each rank of the communicator.
+        ``members[i]`` is the rank in the job of rank i of the communicator.
     first_op : int
         Number of the communicator's first call, which every envelope carries: it distinguishes this
         communicator from earlier ones with the same context id.
@@ -231,9 +231,10 @@ class MessageDriver(MessageProtocol):
         return self._nreceiving + self._nsending
 
     def release_announced(self) -> None:
-        """Copy the data of announced messages: they may be granted until all ranks have closed.
+        """Copy the data of announced messages, so that the callers' arrays are free.
 
-        Afterwards, there are no direct calls: the arrays of messages would not be copied.
+        Peers may grant these messages until all ranks have closed the communicator. From now on,
+        `DirectCalls` begins no direct call, because the array of such a call would not be copied.
         """
         self.is_closing = True
         for request in self._announced.values():
@@ -257,7 +258,7 @@ class MessageDriver(MessageProtocol):
         return True
 
     def has_room(self, to: int, nbytes: int) -> bool:
-        """Return whether rank `to` may buffer a message of `nbytes`; True if it is not short.
+        """Return whether rank `to` may buffer a message of `nbytes`; True for a long message.
 
         A rank may buffer `MOST_UNTAKEN_ON_LINKS` bytes of short messages from this rank that no
         receive has taken, as far as this rank knows from the envelopes of that rank.
@@ -273,7 +274,7 @@ class MessageDriver(MessageProtocol):
         return nbytes <= self._eager_nbytes
 
     def in_job(self, peer: int) -> int:
-        """Return the rank in the job of a rank of the communicator."""
+        """Return the rank in the job of `peer`, a rank of the communicator."""
         return self._members[peer]
 
     def has_links(self, peer: int) -> bool:
@@ -290,7 +291,7 @@ class MessageDriver(MessageProtocol):
 
     @property
     def has_waiting(self) -> bool:
-        """True if an unmatched message or receive is kept, or an envelope waits for a free slot."""
+        """True if a message or receive is unmatched, or an envelope waits for a free slot."""
         return not self.matching.is_empty or any(self._envelopes.values())
 
     def may_send(self, to: int, nbytes: int) -> bool:
@@ -302,11 +303,11 @@ class MessageDriver(MessageProtocol):
         return not self._envelopes.get(self._members[to]) and self.has_room(to, nbytes)
 
     def may_receive(self, source: int, tag: int) -> bool:
-        """Return True if a new receive with `tag` from `source` would take the next such message.
+        """Return whether a direct call may receive a message with `tag` from `source` now.
 
-        Return False if another receive waits, whatever its source and tag; if a message that the
-        new receive would take has arrived already; or if `source` has sent envelopes that have
-        arrived and are not handled yet.
+        The call would take the next message that arrives and matches. Return False if another
+        receive waits, whatever its source and tag; if a message that matches the call has arrived
+        already; or if envelopes from `source` have arrived and are not handled yet.
         """
         link, matching = self._links.receiver(self._members[source], self.channel), self.matching
         if link.arrivals:  # slices not delivered yet; only `Links.deliver` passes them on
@@ -323,10 +324,10 @@ class MessageDriver(MessageProtocol):
         _HEADER.pack_into(envelope, 0, kind, dtype, self._first_op, tag, ident, nbytes, took)
 
     def is_undivided(self, nbytes: int) -> bool:
-        """Return whether compiled code can move a long message of `nbytes`; for any thread.
+        """Return whether compiled code can move a long message of `nbytes`.
 
-        The message must use one data channel whatever the health, and have at most `_MOST_SLICES`
-        slices.
+        The message must use only one data channel, with any health, and have at most `_MOST_SLICES`
+        slices. Any thread may call this method.
         """
         is_small = nbytes <= self._slice_nbytes * _MOST_SLICES
         return is_small and (len(self._rails) == 1 or nbytes <= self._slice_nbytes)
@@ -338,7 +339,8 @@ class MessageDriver(MessageProtocol):
     def pack_grant(self, envelope: memoryview, to: int, nbytes: int) -> None:
         """Write the grant of an undivided message of `nbytes` from rank `to` into `envelope`.
 
-        The ident stays 0: compiled code copies it from the request that the grant answers.
+        The number of the message (``ident``) stays 0: compiled code copies it from the request that
+        the grant answers.
         """
         took = self._took.get(self._members[to], 0)
         _HEADER.pack_into(envelope, 0, EnvelopeKind.GRANT, 0, self._first_op, 0, 0, nbytes, took)
@@ -354,7 +356,7 @@ class MessageDriver(MessageProtocol):
         return self._kind_word(EnvelopeKind.REQUEST, dtype), tag, nbytes, int(is_any)
 
     def expected_grant(self, nbytes: int) -> tuple[int, int, int, int]:
-        """Return the words that the grant of a long message must have; form as for `expected`."""
+        """Return the words that the grant of a long message must have; see `expected`."""
         return self._kind_word(EnvelopeKind.GRANT, 0), 0, nbytes, 0
 
     def _kind_word(self, kind: int, dtype: int) -> int:
@@ -407,11 +409,11 @@ class MessageDriver(MessageProtocol):
     ) -> Message | None:
         """Receive the message in `envelope`, which compiled code has received, into `view`.
 
-        `source` is the rank that has sent the envelope, whose data must be as long as `view`. Count
-        the message as taken, and note the bytes that the envelope reports as taken; if
-        `is_report_due`, the caller must then call `report`. Return None, and do nothing, if the
-        envelope is not a short message of this communicator with `dtype` and `tag`; the caller must
-        then call `pass_on`.
+        `source` is the rank that has sent the envelope. The data in the envelope must be as long as
+        `view`. Count the message as taken, and note the bytes that the envelope reports as taken;
+        if `is_report_due`, the caller must then call `report`. If the envelope is not a short
+        message of this communicator with `dtype` and `tag`, do nothing and return None; the caller
+        must then call `pass_on`.
         """
         kind, given, first_op, number, _, nbytes, taken = _HEADER.unpack_from(envelope)
         if kind != EnvelopeKind.MESSAGE or first_op != self._first_op:
@@ -441,7 +443,7 @@ class MessageDriver(MessageProtocol):
             words[INCOMING_TAKEN] = self._taken.get(peer, 0)
 
     def import_counts(self, words: memoryview, to: int | None, source: int | None) -> None:
-        """Take the counts back from `words`, in which repetitions have continued to count.
+        """Read the counts back from `words`, which repetitions have updated.
 
         The words and ranks are those of `export_counts`.
         """
@@ -455,9 +457,10 @@ class MessageDriver(MessageProtocol):
             self._taken[peer] = words[INCOMING_TAKEN]
 
     def is_report_due(self, source: int) -> bool:
-        """Return whether at least `MOST_UNREPORTED` bytes that this rank took are unreported.
+        """Return whether this rank must call `report` for rank `source`.
 
-        The bytes are those of short messages from rank `source`; `report` is then due.
+        True if this rank has taken, but not reported, at least `MOST_UNREPORTED` bytes of short
+        messages from `source`.
         """
         peer = self._members[source]
         return self._took.get(peer, 0) - self._reported.get(peer, 0) >= MOST_UNREPORTED
@@ -499,7 +502,7 @@ class MessageDriver(MessageProtocol):
         return took
 
     def _post_envelope(self, link: RecvLink) -> None:
-        """Post the receive of an envelope that has arrived."""
+        """Post a receive on `link` for an envelope that has arrived there."""
         self._links.expect(link, self)
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
@@ -637,7 +640,7 @@ class MessageDriver(MessageProtocol):
     def _name(self, link: RecvLink, number: int) -> None:
         """Announce landing places on `link` as long as fewer than `depth` are announced.
 
-        `number` is the index of its data channel, and becomes ``landing.index``.
+        `number` is the index of the link's data channel, and becomes ``landing.index``.
         """
         queue = self._incoming[link]
         while queue and self._named.get(link, 0) < self._depth:

@@ -1,16 +1,16 @@
 """Messages of one communicator in memory that its ranks share: threads, waits and errors.
 
-One thread at a time, whose *turn* it is (`r2ccl.runtime.turn`), moves messages. A thread that waits
-for a message moves the messages of all threads. While no thread waits, the owner of the data
-loop moves messages: at each tick, and more often while frames of this rank wait for room or the
-data of announced messages moves.
+One thread at a time moves messages: the thread that has the *turn* (`r2ccl.runtime.turn`). A thread
+that waits for a message moves the messages of all threads. While no thread waits, the owner of the
+data loop moves messages: at each tick, and more often while frames of this rank wait for room or
+the data of announced messages moves.
 
 A *direct call* is a blocking send, receive or both that runs in one call of a compiled function
 (`r2ccl.shm.one_message`). It is possible only if, at this rank, no other message of the
 communicator is unfinished or waits to be received.
 
-Invariant: after an error, no message is moved any more, except in another thread's turn that does
-not end in time; a warning then says so (`LocalMessages._failed`).
+Invariant: after an error, no thread moves messages. The exception is another thread that has the
+turn and does not return it in time; a warning is then logged (`LocalMessages._failed`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _MOST_INTERRUPTS = 1_000
 
 
 class LocalEngine(Protocol):
-    """Interface of a communicator's engine that its messages use."""
+    """Interface through which the messages of a communicator use its engine."""
 
     @property
     def error(self) -> R2cclError | None:
@@ -85,7 +85,7 @@ class LocalEngine(Protocol):
         ...
 
     def unwatch_end(self, act: Callable[[], None]) -> None:
-        """Undo `watch_end`: do not call `act` any more."""
+        """Undo `watch_end`: stop calling `act` when the communicator ends."""
         ...
 
     def fail_local(self, error: BaseException) -> None:
@@ -108,7 +108,7 @@ class LocalMessages:
     driver : LocalDriver
         Exchange of the messages; other objects call it only within `own` or `wait`.
     engine : LocalEngine
-        Engine of the same communicator; told of the errors that end the communicator.
+        Engine of the same communicator; called with the errors that end the communicator.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class LocalMessages:
 
     @property
     def is_below(self) -> bool:
-        """True in a signal handler that interrupted its thread during the thread's turn."""
+        """True in a signal handler that interrupted its thread while the thread had the turn."""
         return self._turn.is_mine
 
     def _in_turn(self, fn: Callable[[], _T], timeout_s: float | None = None) -> _T | None:
@@ -181,7 +181,7 @@ class LocalMessages:
                 pass
 
     def _lock(self) -> bool:
-        """Acquire the lock of the turn, for `_in_turn`, which releases the lock; return True."""
+        """Acquire the lock of the turn, which the caller (`_in_turn`) releases; return True."""
         is_below, lock = self.is_below, self._turn.lock
         if lock.acquire(blocking=False):
             if is_below:
@@ -293,10 +293,10 @@ class LocalMessages:
         return bool(self._in_turn(move))
 
     def poll(self) -> None:
-        """Move messages once, unless a thread already does; called by the data loop's owner.
+        """Move messages once, unless a thread has the turn; called by the data loop's owner.
 
-        If a thread does, direct calls return NOT_RUN until a later turn ends with no message
-        unfinished or unreceived.
+        If a thread has the turn, direct calls return NOT_RUN until a later turn ends with no
+        message unfinished or unreceived.
         """
         if self.is_below:
             self._is_quiet = False  # a direct call looks at the rings of its own peers only
@@ -471,7 +471,7 @@ class LocalMessages:
         """End the communicator because of `error`; return `error`, which the call then raises.
 
         Afterwards no thread reads or writes the memory of a message, unless this method has logged
-        a warning. Ctrl-C does not interrupt it.
+        a warning. Ctrl-C does not interrupt this method.
         """
         self._has_ended = True
         for _ in range(_MOST_INTERRUPTS):
@@ -494,7 +494,8 @@ class LocalMessages:
     def _forget(self, timeout_s: float, *, is_closing: bool) -> bool:
         """Drop all messages; see `LocalDriver.forget`.
 
-        Return False, and drop none, if another thread does not end its turn within `timeout_s`.
+        Return False, and drop no message, if another thread does not end its turn within
+        `timeout_s` seconds.
         """
 
         def forget() -> bool:
@@ -504,19 +505,20 @@ class LocalMessages:
         return bool(self._in_turn(forget, timeout_s))
 
     def end(self) -> None:
-        """Move no messages any more; wake waiting threads, which raise the communicator's error."""
+        """Stop moving messages; wake waiting threads, which raise the communicator's error."""
         self._has_ended = True
         self.driver.rings.wake()
 
     def disown(self) -> None:
-        """Move no messages any more, in a forked process."""
+        """Stop moving messages, in a forked process."""
         self._has_ended = True
         self.driver.disown()
 
     def close(self, timeout_s: float) -> bool:
-        """Drop all messages and move none any more.
+        """Drop all messages and stop moving messages; return True.
 
-        Return False if another thread does not end its turn within `timeout_s`; then call again.
+        Return False if another thread does not end its turn within `timeout_s` seconds; then call
+        again.
         """
         self._has_ended = True
         if not self._forget(timeout_s, is_closing=self._engine.error is None):

@@ -31,9 +31,9 @@ _MOST_EVENTS = 1000
 class _Waiting(NamedTuple):
     """Envelope that waits for room in a ring.
 
-    ``announced`` is the data of the message that a REQUEST announces, otherwise empty. Once the
-    envelope is in the ring, ``request``, if any, is done. If ``ends_reading``, the number of the
-    peer's messages that this rank is reading then decreases by one.
+    ``announced`` is the data of the message that a REQUEST announces; empty for other envelopes.
+    Once the envelope is in the ring, ``request``, if any, is done; if ``ends_reading``, the number
+    of the peer's messages that this rank is reading decreases by one.
     """
 
     kind: int
@@ -72,7 +72,7 @@ class LocalDriver(MessageProtocol):
     rank : int
         This rank in the communicator.
     members : sequence of int
-        Rank in the job of each rank of the communicator.
+        ``members[i]`` is the rank in the job of rank i of the communicator.
     eager_nbytes : int
         Maximum size in bytes of a short message, which must also fit (`Rings.fits`).
     """
@@ -147,9 +147,9 @@ class LocalDriver(MessageProtocol):
         """Move data, and handle envelopes; return whether anything moved.
 
         This method may return while more data can move. If `is_waiting` and nothing can move, it
-        first waits, up to some milliseconds, for a frame or for room in a ring. It returns after
-        an event after which ``is_done()`` and `is_quiet` are true: later frames stay in the rings
-        for direct calls.
+        first waits, up to some milliseconds, for a frame or for room in a ring. It returns as soon
+        as ``is_done()`` and `is_quiet` are true after an event, so that later frames stay in the
+        rings for direct calls.
         """
         has_moved = False
         for _ in range(_MOST_EVENTS):
@@ -257,9 +257,9 @@ class LocalDriver(MessageProtocol):
         self._put(*given, announced=request.view)
 
     def _tell(self, request: ReceiveRequest, envelope: Envelope) -> None:
-        """Tell the sender that its message was read.
+        """Send a READ envelope, which tells the sender of a message that the message was read.
 
-        The message counts as moving until this envelope is in the ring.
+        The message counts as moving until the envelope is in the ring.
         """
         given = envelope.source, EnvelopeKind.READ, 0, 0, envelope.ident, envelope.nbytes
         self._put(*given, request=request, ends_reading=True)

@@ -65,14 +65,14 @@ class Taker(Protocol):
 
 
 class Matching:
-    """Messages and receives of one communicator at this rank that have not been matched yet."""
+    """Queues of the unmatched messages and receives of one communicator at this rank."""
 
     def __init__(self) -> None:
         self._envelopes: deque[Envelope] = deque()
         self._takers: deque[Any] = deque()
 
     def taker_of(self, envelope: Envelope) -> Any:
-        """Remove and return the first kept receive that matches a new message, or return None."""
+        """Remove and return the first queued receive that matches a new message, or return None."""
         for taker in self._takers:
             if _fits(taker, envelope):
                 self._takers.remove(taker)
@@ -80,20 +80,20 @@ class Matching:
         return None
 
     def keep(self, envelope: Envelope) -> None:
-        """Keep a message that no receive has taken, with a copy of its data."""
+        """Queue a message that no receive has taken, with a copy of its data."""
         payload = envelope.payload
         kept = envelope if payload is None else envelope._replace(payload=bytes(payload))
         self._envelopes.append(kept)
 
     def remove(self, envelope: Envelope) -> None:
-        """Remove a kept message that a receive has taken."""
+        """Remove a queued message that a receive has taken."""
         self._envelopes.remove(envelope)
 
     def post(self, taker: Taker) -> Envelope | None:
-        """Return the first kept message that matches a new receive.
+        """Return the first queued message that matches a new receive.
 
-        If no message matches, keep the receive and return None. A returned message stays kept until
-        `remove` is called.
+        If no message matches, queue the receive and return None. A returned message stays queued
+        until `remove` is called.
         """
         found = self.find(taker)
         if found is None:
@@ -101,38 +101,38 @@ class Matching:
         return found
 
     def find(self, taker: Taker) -> Envelope | None:
-        """Return the first kept message that matches a receive; None if no message does."""
+        """Return the first queued message that matches a receive; None if no message does."""
         return next((each for each in self._envelopes if _fits(taker, each)), None)
 
     def cancel(self, taker: Taker) -> bool:
-        """Remove a kept receive; return False if it is not kept."""
+        """Remove a receive from the queue; return False if it is not queued."""
         if taker not in self._takers:
             return False
         self._takers.remove(taker)
         return True
 
     def forget_takers(self) -> None:
-        """Remove all kept receives."""
+        """Remove all queued receives."""
         self._takers.clear()
 
     def clear(self) -> None:
-        """Remove all kept messages and receives."""
+        """Remove all queued messages and receives."""
         self._envelopes.clear()
         self._takers.clear()
 
     @property
     def is_empty(self) -> bool:
-        """True if no message and no receive is kept."""
+        """True if no message and no receive is queued."""
         return not self._envelopes and not self._takers
 
     @property
     def has_takers(self) -> bool:
-        """True if a receive is kept."""
+        """True if a receive is queued."""
         return bool(self._takers)
 
     @property
     def kept_nbytes(self) -> int:
-        """Number of bytes of data that are kept; announced messages have none."""
+        """Size in bytes of the data in the queue, which has no data of announced messages."""
         return sum(len(each.payload or b"") for each in self._envelopes)
 
 

@@ -83,9 +83,10 @@ class MessageRequest:
             If the wait takes longer than the timeout. If `timeout_s` was given, the request
             continues: call `wait` again. Otherwise, the communicator has ended.
         InvalidArgument
-            If the message has more elements than the array of its receive, or another dtype. A
-            send to another rank that waits for its receive (see `Communicator.send`) raises this
-            error too. Any other message stays at the receiver for another receive.
+            If the message has more elements than the array of its receive, or another dtype. The
+            send of the message raises this error too if it is to another rank and waits for its
+            receive (see `Communicator.send`). Otherwise, the message stays at the receiver for
+            another receive.
         ConcurrentCalls
             If the caller is a signal handler that interrupted a call of its thread.
         R2cclError
@@ -275,8 +276,7 @@ class Way(Protocol):
         """Run the direct call that `begin` prepared for `key`, with arrays of the same form.
 
         The form is that of `r2ccl.shm.arrays.form_of`. Return NOT_RUN if there is no such call, the
-        form differs, or the communicator has ended, and in the cases in which `begin` returns
-        NOT_RUN.
+        form differs or the communicator has ended. Also return NOT_RUN if `begin` would do so.
 
         Raises
         ------
@@ -382,16 +382,17 @@ class Messenger(MessageCaller):
     def refuse(self, refusal: Callable[[], R2cclError]) -> None:
         """End the waits for messages and refuse all later calls, each with an error ``refusal()``.
 
-        The wait for a send, or for a message that a receive has taken, ends only with the message,
-        with the communicator, or with `let_go`: until then, a peer may use its array. Any thread
-        may call this method.
+        While a peer may use the array of a message, the wait for this message continues. This
+        applies to every send, and to every receive that has taken a message. Such a wait ends when
+        the message is done, the communicator ends or `let_go` is called. Any thread may call this
+        method.
         """
         self._refusal = refusal
 
     def let_go(self) -> None:
-        """End the remaining waits if calls are refused: no peer uses the arrays of messages.
+        """End the remaining waits if calls are refused (see `refuse`).
 
-        Any thread may call this method.
+        The caller knows that no peer uses the arrays of messages. Any thread may call this method.
         """
         self._has_let_go = True
 
@@ -399,7 +400,8 @@ class Messenger(MessageCaller):
     def _is_over(self) -> bool:
         """True if calls are refused, and no peer uses the arrays of messages (see `let_go`).
 
-        Also True if calls are refused while Python ends: nothing frees the memory then.
+        Also True if calls are refused while the Python interpreter ends, because the memory of
+        messages is not freed then.
         """
         is_free = self._has_let_go or self._loop.is_closed or sys.is_finalizing()
         return self._refusal is not None and is_free
@@ -408,7 +410,7 @@ class Messenger(MessageCaller):
     def is_below(self) -> bool:
         """True in a signal handler that interrupted its thread in a wait for a message.
 
-        Also True if `Way.is_below` is.
+        Also True if `Way.is_below` is True.
         """
         return any(each.thread == get_ident() for each in self.waits) or self.way.is_below
 
@@ -421,7 +423,7 @@ class Messenger(MessageCaller):
     # Shared memory
 
     def share_memory(self, rings: Rings, engine: LocalEngine) -> None:
-        """From now on, exchange messages through `rings`, in memory that the ranks share."""
+        """Exchange all later messages through `rings`, in memory that the ranks share."""
         driver = LocalDriver(
             rings,
             rank=self._rank,
@@ -434,8 +436,8 @@ class Messenger(MessageCaller):
         """Drop the messages in shared memory, use the network again, and return True.
 
         Afterwards, no peer uses the arrays of these messages. Return False if a call still uses the
-        shared memory after `timeout_s` seconds; then call again. Return True if messages do not use
-        shared memory.
+        shared memory after `timeout_s` seconds; then call again. If messages do not use shared
+        memory, do nothing and return True.
         """
         if self._local is None:
             return True
@@ -532,11 +534,11 @@ class Messenger(MessageCaller):
         return found
 
     def test(self, request: SendRequest | ReceiveRequest) -> bool:
-        """Return whether a wait for `request` is over; if not, advance messages once and ask again.
+        """Return whether a wait for `request` would end at once.
 
-        The wait is over if the request is done, calls are refused (see `refuse`) or the
-        communicator has ended. `wait`, not this method, raises the error that ended the
-        communicator.
+        That is so if the request is done, calls are refused (see `refuse`) or the communicator has
+        ended. If not, first advance messages once. This method does not raise the error that ended
+        the communicator; `wait` does.
         """
         if request.is_done or self._is_over or self._loop.error is not None:
             return True
@@ -610,7 +612,8 @@ class Messenger(MessageCaller):
     def _describe(self, request: SendRequest | ReceiveRequest) -> tuple[int, str, str]:
         """Return a description of `request` for errors and status.
 
-        It has the peer (a rank of the job, or `ANY`), the call, and what the peer must provide.
+        It consists of the peer (a rank of the job, or `ANY`), the call, and the object that the
+        peer must provide.
         """
         if isinstance(request, SendRequest):
             return request.peer, f"send() to rank {request.peer}", "matching receive"

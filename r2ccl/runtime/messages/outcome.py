@@ -18,7 +18,7 @@ from r2ccl.runtime.messages.protocol import ReceiveRequest, SendRequest
 
 
 class NotRun:
-    """Type of `NOT_RUN`: no direct call ran, so the caller has to send or receive otherwise."""
+    """Type of `NOT_RUN`: no direct call ran, so the caller must use another kind of call."""
 
 
 NOT_RUN = NotRun()
@@ -29,7 +29,7 @@ NOTHING = np.empty(0, np.uint8)
 class Delayed(NamedTuple):
     """Requests that continue a direct call that compiled code could not complete.
 
-    None stands for a direction that the call does not have, or that is finished.
+    ``sent`` is None if no send is left to finish; ``received`` is None if no receive is left.
     """
 
     sent: SendRequest | None
@@ -41,7 +41,7 @@ class PreparedMessage(NamedTuple):
 
     ``call`` is an `r2ccl.shm.rings.DirectCall`, ``words`` are its words, and ``key`` is the
     argument of `Way.begin`. The only item of ``last`` is the message that the call received last;
-    only the thread that has the turn changes it.
+    only the thread that has the turn changes this item.
     """
 
     words: npt.NDArray[np.int64]

@@ -73,7 +73,7 @@ class PreparedCall(ABC):
     def pack(
         self, driver: MessageDriver, sent: DirectEnd | None, received: DirectEnd | None
     ) -> None:
-        """Write into the memory the envelopes that a call sends, and those that it expects."""
+        """Write the envelopes that a call sends, and those that it expects, into its memory."""
 
     @abstractmethod
     def note_sent(self, driver: MessageDriver, sent: DirectEnd) -> None:
@@ -90,7 +90,7 @@ class PreparedCall(ABC):
     def note_taken(self, driver: MessageDriver, to: int | None, source: int | None) -> None:
         """Note the bytes that rank `to` and rank `source` reported as taken during repetitions.
 
-        None: the call does not send, or does not receive.
+        `to` is None if the call does not send, and `source` is None if it does not receive.
         """
 
     @abstractmethod
@@ -265,7 +265,7 @@ class PreparedLong(PreparedCall):
         driver.note_long(sent.peer, self._part(_GRANTED))
 
     def take(self, driver: MessageDriver, received: DirectEnd) -> Message | None:
-        """Implement `PreparedCall.take`, but never return None.
+        """Implement `PreparedCall.take`; never return None.
 
         Compiled code compares the request. If the request is not the expected one, compiled code
         leaves the call, and this method is not called.
@@ -296,7 +296,7 @@ class PreparedLong(PreparedCall):
 
 
 def make_pool() -> LandingPool:
-    """Return a pool, which `HostLanes` requires; direct calls take no landing places from it."""
+    """Return a pool for `HostLanes`, which requires one; direct calls do not use the pool."""
     return LandingPool(aligned_memory, 1)
 
 
@@ -335,7 +335,7 @@ def _refuse(left: object, right: object, out: object) -> None:
 
 
 def _places(*sizes: int) -> list[tuple[int, int]]:
-    """Return (start, end) of successive places with these sizes in bytes."""
+    """Return the ranges (start, end) of consecutive buffers with these sizes in bytes."""
     ends = np.cumsum((0, *sizes)).tolist()
     return list(pairwise(ends))
 

@@ -13,13 +13,13 @@ from the sender's process instead of granting the message. When it has read all 
 READ(ident); if it cannot read the data, it grants the message.
 
 A peer buffers at most `MOST_UNTAKEN` bytes (over links `MOST_UNTAKEN_ON_LINKS`) of short messages
-from this rank that no receive has taken. A short message that would exceed this limit is announced,
-too. A synchronous message is always announced: the GRANT or READ tells its sender that a receive
-has taken the message.
+from this rank that no receive has taken. A short message that would exceed this limit is announced
+like a long one. A synchronous message is always announced: the GRANT or READ tells its sender that
+a receive has taken the message.
 
 If a message does not fit the receive that matches it, the receive ends with an error. The receiver
-answers an announced message with REFUSE and the reason, which its sender then raises. Any other
-message stays at the receiver for another receive.
+answers an announced message with REFUSE and the reason, which its sender then raises as an error. A
+message that was not announced stays at the receiver for another receive.
 
 Invariant: the memory of a message is neither read nor written once its request is done.
 """
@@ -39,7 +39,7 @@ class SendRequest:
     """Message that is being sent to `peer`, a rank of the job.
 
     ``view`` is the data of the message, ``ident`` the number of the message at this rank, and
-    ``error`` the reason for which the peer refused the message, or None.
+    ``error`` the error to raise if the peer refused the message, otherwise None.
     """
 
     def __init__(self, peer: int, view: memoryview, ident: int) -> None:
@@ -59,8 +59,8 @@ class ReceiveRequest:
     """Receive of a message from rank `source` with `tag`; both may be `ANY`.
 
     ``view`` is the memory into which the message is received, and ``dtype`` the number of the dtype
-    that the message must have. ``error`` is the error with which the receive has ended: a message
-    did not fit or, in shared memory, its sender closed the communicator first. Otherwise None.
+    that the message must have. ``error`` is the error with which the receive has ended, or None:
+    a message did not fit or, in shared memory, its sender closed the communicator first.
     """
 
     def __init__(self, view: memoryview, dtype: int, source: int, tag: int) -> None:
@@ -86,7 +86,7 @@ class MessageProtocol(ABC):
     rank : int
         This rank.
     members : sequence of int
-        Rank in the job of each rank of the communicator.
+        ``members[i]`` is the rank in the job of rank i of the communicator.
     """
 
     def __init__(self, rank: int, members: Sequence[int]) -> None:
@@ -260,8 +260,8 @@ class MessageProtocol(ABC):
     ) -> None:  # fmt: skip
         """Send an envelope as soon as there is room for it; then `request`, if given, is done.
 
-        A receive that ends with an answer to the sender is done only then: the communicator may be
-        closed afterwards, which drops envelopes that wait for room.
+        Pass as `request` a receive that ends with this answer to the sender. If the receive were
+        done earlier, the communicator could be closed, which drops envelopes that wait for room.
         """
 
     @abstractmethod
