@@ -32,7 +32,7 @@ from r2ccl.kernels.arrays import DATA, word_at
 from r2ccl.kernels.native import address_of, callable_of, must_compile
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
-from r2ccl.runtime.compiled.hold import HeldPrograms, preload_hand_over
+from r2ccl.runtime.compiled.hold import HeldPrograms, Totals, preload_hand_over
 from r2ccl.runtime.compiled.link_update import (
     count,
     keep_copies,
@@ -363,9 +363,10 @@ class CompiledCalls:
         keep_copies(held.programs, current if is_running else None)
         if held.totals is None:
             # Stored before they are set, so that an interrupted call of this method adds nothing.
-            held.totals = totals_after(self._links, counts, self.nfinished + ncalls - 1)
+            paths = totals_after(self._links, counts)
+            held.totals = Totals(self.nfinished + ncalls - 1, paths)
         self.nfinished = held.totals.nfinished
-        count(held.programs, held.totals)
+        count(held.programs, held.totals.paths)
 
     def program_of(self, calls: Calls[Consumer]) -> CompiledProgram | None:
         """Return the program of the communicator's call that compiled code is running, or None.
@@ -422,7 +423,7 @@ class CompiledCalls:
             update_links(self._links, program, calls)
             keep_copies((program,))
             self.nfinished += 1
-            count((program,), totals_after(self._links, {program: 1}, self.nfinished))
+            count((program,), totals_after(self._links, {program: 1}))
             self._confirm_foreign(program)
             if words[at.IS_MEASURED]:
                 measure(self._links, program)

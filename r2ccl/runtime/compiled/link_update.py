@@ -16,7 +16,6 @@ from r2ccl.failover.migration.link import SendLink, Slice, SliceState
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.migration.path import Path
 from r2ccl.runtime.compiled import layout as at
-from r2ccl.runtime.compiled.hold import Totals
 from r2ccl.runtime.compiled.program import CompiledProgram, LinkPair
 
 
@@ -104,10 +103,10 @@ def keep_copies(
             sender.outstanding.append(item)
 
 
-def totals_after(links: Links, counts: Mapping[CompiledProgram, int], nfinished: int) -> Totals:
-    """Return the totals after further calls; `counts` has the number of calls per program.
+def totals_after(links: Links, counts: Mapping[CompiledProgram, int]) -> dict[Path, list[int]]:
+    """Return the counters of the paths after further calls; see ``Totals.paths``.
 
-    `nfinished` is the value for ``nfinished`` of the totals.
+    `counts` has the number of calls per program.
     """
     paths: dict[Path, list[int]] = {}
     for program, ncalls in counts.items():
@@ -125,12 +124,12 @@ def totals_after(links: Links, counts: Mapping[CompiledProgram, int], nfinished:
             early = [nbytes for route, nbytes in program.imported if route == key]
             totals[2] -= len(early)
             totals[3] -= sum(early)
-    return Totals(nfinished, paths)
+    return paths
 
 
-def count(programs: Collection[CompiledProgram], totals: Totals) -> None:
+def count(programs: Collection[CompiledProgram], totals: Mapping[Path, list[int]]) -> None:
     """Set the counters of the paths to `totals`, which are those after calls of `programs`."""
-    for path, counts in totals.paths.items():
+    for path, counts in totals.items():
         path.activity += 1
         path.nslices_sent, path.nbytes_sent = counts[:2]
         path.nslices_received, path.nbytes_received = counts[2:]
