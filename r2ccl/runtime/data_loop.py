@@ -377,9 +377,10 @@ class DataLoop:
     def tick(self, now: float) -> None:
         """Call `on_tick` here or in the thread that owns the loop; called by the control thread.
 
-        The first tick does not interrupt a call that sleeps or runs in compiled code; the second
-        does. If the call waits long, it runs the timers itself between the two. If it ends before
-        it runs them, the next collective or repetition does so before it enters compiled code.
+        If a call sleeps or runs in compiled code, only mark the tick as due (``is_tick_due``); a
+        call that waits long then runs the timers itself. If the call ends before, the next
+        collective or repetition runs them before it enters compiled code. If the tick is still due
+        at the next tick, that tick interrupts the call.
         """
         if self._sleeping and not self.is_tick_due:
             self.is_tick_due = True
@@ -438,8 +439,8 @@ class DataLoop:
         """Run the loop until it has no events, for some milliseconds at most.
 
         A call of `caller` that waits outside of the loop calls this method, so that the loop runs
-        meanwhile. If any thread owns the loop, return at once; it may be the calling thread, if
-        this method is called in a signal handler.
+        meanwhile. If any thread owns the loop, return at once. The owner may be the calling thread
+        itself, if a signal handler calls this method.
 
         Raises
         ------

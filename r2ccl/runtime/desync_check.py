@@ -21,7 +21,7 @@ from r2ccl.bootstrap.overlay import without_session
 
 
 class Calling(msgspec.Struct, frozen=True, tag="calling"):
-    """Control message that asks which ranks have not called collective ``op``, and has reports.
+    """Control message that asks which ranks have not called collective ``op``, and carries reports.
 
     ``op`` is the highest number of a collective in which, as far as the sender knows, a rank waits.
     ``last`` has the reports: a rank, the number of the last collective that the rank has called,

@@ -358,7 +358,7 @@ class Engine:
         self._loop.tick(now)
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
-        """Handle that the local NIC of `rail` has gained (`is_up`) or lost its carrier."""
+        """Handle a change of the carrier of the local NIC of `rail`: gained (`is_up`) or lost."""
         self._loop.submit(self._failover.on_carrier, rail, is_up)
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
@@ -843,10 +843,10 @@ class Engine:
         self._revocation.spread()
 
     def _is_last(self) -> bool:
-        """Return whether no peer is known to have called a collective that this rank has not.
+        """Return False if a peer is known to have called more collectives than this rank.
 
-        If there is such a peer, end the communicator, because the peer would wait for this rank,
-        which is in `leave`.
+        In this case, also end the communicator, because the peer would wait for this rank, which is
+        in `leave`.
         """
         rank, own, ops = self._job.rank, self.op, self.waits.last_ops()
         if self._local is not None:

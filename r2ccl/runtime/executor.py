@@ -365,9 +365,9 @@ class LaneRun:
                 moved |= self._run_local()
 
     def stalled(self) -> list[tuple[SendLink, bool]]:
-        """Return (link, is_eager) of each link to a peer whose next slice is ready but must wait.
+        """Return (link, is_eager) of each send link whose next slice is ready but must wait.
 
-        The slice waits for the peer: for a landing place or, if ``is_eager``, for a free slot.
+        The slice waits for a landing place from the peer or, if ``is_eager``, for a free slot.
         """
         found = []
         for cursor in self._outbound:

@@ -122,7 +122,7 @@ def batches(requests: Sequence[Request]) -> list[list[Request]]:
 
 
 def joined(batch: Sequence[Request]) -> CallSignature:
-    """Return the signature of the one allreduce that runs all of `batch`."""
+    """Return the signature of the allreduce that replaces all requests of `batch`."""
     counts = [request.signature.count for request in batch]
     whole = msgspec.structs.replace(batch[0].signature, count=sum(counts))
     return whole.with_digest(zlib.crc32(repr(counts).encode()))

@@ -141,8 +141,8 @@ class HostCollectives:
     ) -> None:
         """Use memory that the ranks of each node share, from now on.
 
-        `teams` has the ranks of each node, equally many per node, numbered as in the communicator.
-        The other parameters are those of `share_memory`.
+        `teams` lists the ranks of each node, numbered as in the communicator; all nodes have the
+        same number of ranks. The other parameters are those of `share_memory`.
 
         Raises
         ------

@@ -47,7 +47,7 @@ class DeviceCalls(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Wait until no call uses the device any more, then free all resources on the device.
+        """Wait until no call uses the device, then free all resources on the device.
 
         `timeout_s` limits the wait for each backend (`r2ccl.gpu.backends`).
 

@@ -178,7 +178,7 @@ class Progress:
         self._computers.pop(calls, None)
 
     def forget(self) -> None:
-        """Drop all references to slices; no path may be in use any more."""
+        """Drop all references to slices; all paths must be out of use before this call."""
         self._computers.clear()
         self._links.forget()
 

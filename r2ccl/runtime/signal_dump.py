@@ -59,9 +59,10 @@ class SignalDump:
         """Stop writing, and restore the previous handler. Idempotent.
 
         If the previous handler was not installed from Python, the default action is installed
-        instead. If another `SignalDump` has replaced this handler, that `SignalDump` from now on
-        calls the previous handler of this one. If any other handler has replaced this one, or this
-        is not the main thread, nothing is restored, and this handler only calls the previous one.
+        instead. If another `SignalDump` was installed over this handler, that `SignalDump` then
+        calls this object's previous handler directly. Otherwise, if any other handler has replaced
+        this handler, or the caller is not the main thread, nothing is restored; this handler then
+        only calls its previous handler.
         """
         if self._write is None:
             return

@@ -62,7 +62,7 @@ class Part(NamedTuple):
     ----------
     context : Context
     members : tuple of int
-        Rank in the parent communicator of each rank of the new one.
+        ``members[i]`` is the rank in the parent communicator of rank i of the new communicator.
     """
 
     context: Context

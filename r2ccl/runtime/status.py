@@ -411,7 +411,10 @@ def path_entries(links: Links) -> tuple[PathEntry, ...]:
 def peer_entries(
     peers: Iterable[PeerInfo], last_heard: Callable[[int], float | None], ops: Mapping[int, int]
 ) -> tuple[PeerEntry, ...]:
-    """Return the entries of `peers`; ``ops[peer]`` is the last collective seen of `peer`."""
+    """Return the entries of `peers`.
+
+    ``ops[peer]`` is the number of the last collective in which `peer` was seen; absent: none.
+    """
     return tuple(_peer(each, last_heard(each.rank), ops.get(each.rank, 0)) for each in peers)
 
 

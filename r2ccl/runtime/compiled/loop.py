@@ -150,8 +150,8 @@ def read_all(state: Any) -> Any:
     """Read from each socket until it is empty, its connection is stalled, or an event occurs.
 
     Return EVENT if `parse` or `read_target` returned it for any socket, otherwise MORE. Return
-    immediately FOREIGN for a frame that compiled code does not handle, and -2 if a connection
-    failed.
+    FOREIGN immediately for a frame that compiled code does not handle, and -2 immediately if a
+    connection failed.
     """
     found = MORE
     for number in range(state[NCONNS]):

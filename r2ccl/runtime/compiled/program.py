@@ -395,7 +395,7 @@ class CompiledProgram:
 
     @property
     def remaining(self) -> int:
-        """Number of slices that are not done, of all steps."""
+        """Number of slices, summed over all steps, that are not done."""
         return self.view[at.REMAINING]
 
     def waits(self) -> list[tuple[int, int, int]]:
@@ -483,9 +483,10 @@ class CompiledProgram:
         self.slots[0] = row
 
     def last_op(self, *, is_running: bool) -> int:
-        """Return the number of the program's last ended call; 0: none has ended since it was held.
+        """Return the number of the program's last call that has ended.
 
-        If `is_running`, a further call has begun, which does not count.
+        0: no call has ended since `HeldPrograms.add` added the program. If `is_running`, a further
+        call has begun, which does not count.
         """
         newest = self.view[at.NREPEATS] - is_running
         return 0 if newest < 0 else int(self.slots[newest % self.nslots, 0])
@@ -526,9 +527,9 @@ class CompiledProgram:
         return [(entry >> 32, entry & 0xFFFFFFFF) for entry in entries]
 
     def arrived(self, number: int) -> Words:
-        """Return a view of one word per slice of a pair: number of its bytes that have arrived.
+        """Return a view of one word per slice that a pair receives.
 
-        The number is -1 for a complete slice.
+        The word is the number of bytes of the slice that have arrived; -1 for a complete slice.
         """
         start = self._arrived_at[number]
         return self.words[start : start + len(self.pairs[number].receives)]

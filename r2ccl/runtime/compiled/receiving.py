@@ -92,9 +92,10 @@ def confirm(state: Any, pair: Any, ack: Any) -> None:
 def is_awaited(state: Any, number: Any) -> Any:
     """Return whether the call needs further frames of connection `number`.
 
-    The call may need slices to receive, landing places and confirmations for slices to send, and
-    the final confirmations of each link whose last slice to send is cleared: without these the call
-    does not end.
+    The call needs frames until the connection has delivered all slices, and all slices to send on
+    it are posted, because posting may require landing places or confirmations. If
+    `Config.is_resilient`, the call also needs the final confirmation of each link whose last slice
+    to send is cleared: it cannot end without this confirmation.
     """
     for each in range(state[NPAIRS]):
         pair = pair_of(state, each)

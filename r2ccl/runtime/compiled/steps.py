@@ -127,7 +127,7 @@ def use_slices(state: Any, pair: Any) -> Any:
 def run_locals(state: Any) -> Any:
     """Run the local steps (copies and reductions) that are ready; return whether any was run.
 
-    If a kernel returns another value than 0, set `LIMIT` so that the call leaves compiled code.
+    If a kernel returns a value other than 0, set `LIMIT` so that the call leaves compiled code.
     """
     has_moved = False
     numbers = words_at(state[LOCALS])

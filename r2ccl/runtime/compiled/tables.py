@@ -79,7 +79,7 @@ def log_event(
 
 @inlined
 def log_time(state: Any, kind: Any, conn: Any, nbytes: Any) -> None:
-    """Log that a cleared slice was posted or released in this pass; `kind` tells which."""
+    """Log that a cleared slice was posted or released (`kind`), with the time of this pass."""
     row = words_at(state[LOG] + 8 * EVENT_NWORDS * state[NLOGGED])
     log_event(state, kind, conn, 0, 0, 0, nbytes, 0)
     row[EVENT_NS] = state[PASS_NS]

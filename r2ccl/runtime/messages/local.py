@@ -311,7 +311,7 @@ class LocalMessages:
             self._is_quiet = False
 
     def _rest_later(self) -> None:
-        """If `LocalDriver.has_work`, let the control thread submit `poll` after `_REST_S`."""
+        """If `LocalDriver.has_work`, let the control thread submit `poll` in `_REST_S` seconds."""
         if self.driver.has_work and not self._is_resting and not self._has_ended:
             self._is_resting = True
             self._loop.call_later(_REST_S, self._rest)

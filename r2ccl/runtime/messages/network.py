@@ -68,8 +68,8 @@ class NetworkMessages:
         """Call ``fn()`` as the owner of the data loop, send what it posted, and return its result.
 
         If `is_step`, run the data loop once before the call, and let blocking calls in other
-        threads own the loop after it. An exception of ``fn()`` ends the communicator. Once the
-        loop is closed, only call ``fn()``.
+        threads own the loop after the call. An exception of ``fn()`` ends the communicator. Once
+        the loop is closed, only call ``fn()``.
         """
         loop = self._loop
 
