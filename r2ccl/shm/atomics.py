@@ -19,6 +19,7 @@ from numba import types
 from numba.core import cgutils
 
 from r2ccl.kernels.compiling import intrinsic
+from r2ccl.shm.layout import CPU_SET_NBYTES
 from r2ccl.shm.machine import MACHINE, SYSTEM_CALLS
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -165,6 +166,20 @@ def write_affinity(typing_context: Any, address: Any, nbytes: Any) -> Any:
         return _call_system(builder, _SET_AFFINITY, [_I64(0), args[1], args[0]])
 
     return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def cpu_sets(typing_context: Any) -> Any:
+    """Return the address of memory for three sets of CPUs, for `r2ccl.shm.cpus`.
+
+    It is on the stack of the compiled function that calls this one, and ends with it.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.ArrayType(_I64, 3 * CPU_SET_NBYTES // 8)
+        return builder.ptrtoint(cgutils.alloca_once(builder, kind), _I64)
+
+    return types.int64(), generate
 
 
 @intrinsic
@@ -358,6 +373,7 @@ __all__ = [
     "call_kernel",
     "call_loop",
     "clock_ns",
+    "cpu_sets",
     "current_cpu",
     "fence",
     "futex_wait",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from r2ccl.kernels.compiling import copy_bytes, inlined
-from r2ccl.shm.atomics import add, fence, futex_wake, load_acquire, store_release, words_at
+from r2ccl.shm.atomics import add, fence, load_acquire, store_release, words_at
 from r2ccl.shm.layout import WAITERS
 from r2ccl.shm.message_layout import (
     DATA_FRAME,
@@ -45,6 +45,7 @@ from r2ccl.shm.message_layout import (
     TAKEN,
 )
 from r2ccl.shm.rounds import copy
+from r2ccl.shm.waiting import wake
 
 #: A long message is cut into about `_NPIECES` pieces, so that the copies of sender and receiver
 #: overlap, but all pieces except the last have `_LEAST_PIECE` to `_MOST_PIECE` bytes.
@@ -71,7 +72,7 @@ def ring_bell(bell: Any) -> None:
     fence()
     if load_acquire(bell + WAITERS) > 0:
         add(bell, 1)
-        futex_wake(bell)
+        wake(bell)
 
 
 @inlined

@@ -20,9 +20,6 @@ import numpy.typing as npt
 #: Bytes between words that different ranks write. Two lines of 64 bytes, because Intel's processors
 #: fetch lines in pairs; lines of some arm64 processors have 128 bytes.
 LINE_NBYTES = 128
-#: Segments are mapped at multiples of this. POSTED and DONE are smaller, so the address of such a
-#: word, rounded down, is that of its segment.
-PAGE_NBYTES = 4096
 #: Largest page size of the hosts that Linux runs on, in bytes.
 MOST_PAGE_NBYTES = 1 << 16
 
@@ -47,11 +44,10 @@ POSTED = 0
 #: Last round for which the owner has announced that it has read the stage slots and that its result
 #: slot is valid. Not all rounds are announced: a rank may skip those that no rank waits for.
 DONE = LINE_NBYTES
-#: Offset from POSTED, DONE and a header to the number of threads that sleep until the word changes.
+#: Offset from POSTED, DONE, a header and a bell to the number of threads that sleep until the word
+#: changes; offset to 1 + the number of the CPU of the thread that last woke them, or 0.
 WAITERS = LINE_NBYTES // 2
-#: 1 + the number of the CPU on which the owner was when it last called `leave_cpu_of_peer` of
-#: `r2ccl.shm.waiting`; 0: not yet.
-CPU = 2 * LINE_NBYTES
+WAKER = WAITERS + 8
 #: 1 after a call of the owner has raised an error: the owner may change its arrays at any time.
 LEFT = 3 * LINE_NBYTES
 #: Mutex that the owner holds as long as it uses the segment: a ``pthread_mutex_t``, of 40 or 48
@@ -102,7 +98,7 @@ SCRATCH_NBYTES = 1 << 13
 #: A multiple of the page size of any host, because the part for messages is mapped separately.
 SEGMENT_NBYTES = (SCRATCH + SCRATCH_NBYTES + MOST_PAGE_NBYTES - 1) & -MOST_PAGE_NBYTES
 
-assert HEADERS + NHEADERS * LINE_NBYTES <= PAGE_NBYTES
+assert HEADERS + NHEADERS * LINE_NBYTES <= PARTS
 assert NHEADERS << ROUND_BITS < 1 << 32
 
 # Indices of the state.
@@ -132,8 +128,9 @@ SLEEP_S, SLEEP_NS = 13, 14
 STREAM_NBYTES = 15
 #: Number of successive waits for which the pauses did not suffice.
 MISSES = 16
-#: CPU to which this rank moves if it shares a CPU with the rank that it waits for; -1: none.
-HOME = 17
+#: CPU assigned to this rank and to no other rank of the group, or -1; number of further sleeps in
+#: which a thread keeps its CPU. See `r2ccl.shm.waiting`.
+HOME, KEPT = 17, 27
 #: Segments for arrays that all ranks map: address of the table of this rank's own segments, sorted
 #: by address; number of rows of this table; address of a table with one row per segment number: the
 #: addresses, in this process, of the segments of all ranks.
@@ -147,10 +144,9 @@ MODE, NREPEATED = 21, 22
 #: measure; space for a ``struct timespec``. See `r2ccl.shm.transfer`.
 TRANSFER, BEGUN_NS, TIME = 23, 24, 25
 #: For each stage slot, the number of the round that used it last.
-USES = 27
+USES = 28
 #: Addresses of the segments of all ranks; then one word per rank for the inputs of a kernel; then
-#: for each rank the first round of its latest call whose header has been compared; then two sets of
-#: CPUs.
+#: for each rank the first round of its latest call whose header has been compared.
 BASES = USES + NSLOTS
 #: Bytes of a set of 1,024 CPUs.
 CPU_SET_NBYTES = 128
@@ -158,7 +154,7 @@ CPU_SET_NBYTES = 128
 
 def state_size(nranks: int) -> int:
     """Return the number of 64-bit words of the state of one of `nranks` ranks."""
-    return BASES + 3 * nranks + 2 * CPU_SET_NBYTES // 8
+    return BASES + 3 * nranks
 
 
 def set_sleep(state: npt.NDArray[np.int64], duration_ns: int) -> None:
@@ -238,7 +234,6 @@ __all__ = [
     "CALL_STEP",
     "CAN_READ",
     "CHANGED",
-    "CPU",
     "CPU_SET_NBYTES",
     "DIFFERS",
     "DIFFERS_IN_SIZE",
@@ -251,6 +246,7 @@ __all__ = [
     "HEADERS",
     "HOME",
     "INPUT",
+    "KEPT",
     "LAST",
     "LAST_ROUND",
     "LEFT",
@@ -289,7 +285,6 @@ __all__ = [
     "NUSED",
     "OUTPUT",
     "OWN_SYMMETRIC",
-    "PAGE_NBYTES",
     "PARTS",
     "PID",
     "POSTED",
@@ -327,6 +322,7 @@ __all__ = [
     "USES",
     "WAITERS",
     "WAITING",
+    "WAKER",
     "YIELDS",
     "Loop",
     "set_sleep",

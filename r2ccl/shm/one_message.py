@@ -27,7 +27,7 @@ from r2ccl.shm.frames import (
     push,
     put,
 )
-from r2ccl.shm.layout import BASES, CHANGED, FINISHED
+from r2ccl.shm.layout import CHANGED, FINISHED
 from r2ccl.shm.message_layout import (
     AWAITS,
     CALL_CAPACITY,
@@ -291,9 +291,8 @@ def make_direct() -> Direct:
             if event == IDLE:
                 if is_over:
                     return OPEN
-                peer = call[CALL_SOURCE] if call[RECV_STEP] != DONE else call[CALL_TO]
                 if nidle == 0:
-                    limit = number_of_pauses(state, address, state[BASES + peer])
+                    limit = number_of_pauses(state)
                 nidle += 1
                 if rest(state, nidle, limit):
                     continue

@@ -9,7 +9,6 @@ from r2ccl.kernels.compiling import inlined
 from r2ccl.shm.atomics import (
     add,
     fence,
-    futex_wait,
     load_acquire,
     load_ordered,
     pause,
@@ -30,7 +29,7 @@ from r2ccl.shm.frames import (
     put,
     ring_bell,
 )
-from r2ccl.shm.layout import BASES, RANK, SLEEP_S, WAITERS, YIELDS
+from r2ccl.shm.layout import RANK, WAITERS, YIELDS
 from r2ccl.shm.message_layout import (
     ABANDONED,
     DATA_FRAME,
@@ -65,7 +64,7 @@ from r2ccl.shm.message_transfer import (
     read_piece,
     readable_address,
 )
-from r2ccl.shm.waiting import note_pauses, number_of_pauses
+from r2ccl.shm.waiting import note_pauses, number_of_pauses, sleep
 
 #: Maximum number of rounds that move data before the caller handles signals. They take a few
 #: milliseconds, or about 10 ms for each peer from whose process messages are read.
@@ -95,7 +94,7 @@ def wait_for_bell(address: Any, table_at: Any, bell: Any, seen: Any) -> Any:
     was woken for an earlier ring, otherwise False. If a thread of this rank has set WOKEN, clear
     WOKEN and return False.
     """
-    is_woken = futex_wait(bell, seen, address + 8 * SLEEP_S) == 0
+    is_woken = sleep(words_at(address), address, bell, seen)
     if load_acquire(table_at + 8 * WOKEN) != 0:
         store_release(table_at + 8 * WOKEN, 0)
         return False
@@ -213,7 +212,7 @@ def make_pump() -> Pump:
                 if is_waiting == 0 or is_over:
                     return MOVED if nrounds > 0 else IDLE
                 if nidle == 0:
-                    limit = number_of_pauses(state, address, state[BASES + table[PEER]])
+                    limit = number_of_pauses(state)
                 nidle += 1
                 if rest(state, nidle, limit):
                     continue

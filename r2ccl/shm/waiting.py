@@ -4,8 +4,14 @@ A wait has three phases: `pause` in a loop, ``sched_yield`` in a loop, sleep in 
 core for each rank, a thread makes many pauses and never yields, because a yield to a background
 process may take milliseconds. With more ranks than cores, it makes few pauses and then yields. The
 number of pauses grows as long as waits end during the pauses, and shrinks as long as they do not.
-It therefore also adapts to two ranks that the scheduler has put on one core, to another busy
-process, and to a peer that computes for a long time.
+It therefore also adapts to another busy process, and to a peer that computes for a long time.
+
+The scheduler may wake a thread on the CPU of the thread that wakes it, although its own CPU is
+idle; in a virtual machine, where an idle CPU counts as taken by the hypervisor, it usually does.
+Two ranks on one CPU run alternately, which takes two to three times as long, and the scheduler
+rarely separates them, because one of them sleeps while the other runs. With a core for each rank,
+a thread that was woken in this way therefore moves to another CPU, and may only run on its own CPU
+in its next sleeps.
 
 A sleep ends when the peer advances, after the time in the state (`SLEEP_S`, `SLEEP_NS`), by
 ``wake_all``, or when the thread receives a signal. If the peer has not advanced, the compiled
@@ -21,6 +27,7 @@ from typing import Any
 from r2ccl.kernels.compiling import inlined
 from r2ccl.shm.atomics import (
     add,
+    cpu_sets,
     current_cpu,
     fence,
     futex_wait,
@@ -28,31 +35,28 @@ from r2ccl.shm.atomics import (
     load_acquire,
     load_ordered,
     pause,
-    read_affinity,
     sched_yield,
     store_release,
     words_at,
-    write_affinity,
 )
+from r2ccl.shm.cpus import leave_free, move_to_cpu, stay_on
 from r2ccl.shm.layout import (
     BASES,
-    CPU,
-    CPU_SET_NBYTES,
     DONE,
     HEADERS,
     HOME,
+    KEPT,
     LINE_NBYTES,
     MISSES,
     NHEADERS,
     NRANKS,
-    PAGE_NBYTES,
     POSTED,
-    RANK,
     SLEEP_S,
     SPIN,
     SPIN_MAX,
     SPIN_MIN,
     WAITERS,
+    WAKER,
     YIELDS,
 )
 
@@ -60,6 +64,8 @@ from r2ccl.shm.layout import (
 #: longest time. Two ranks that wake each other are always late, so short pauses alone would never
 #: suffice again.
 _PROBE_EVERY = 16
+#: Number of sleeps in which a thread keeps its CPU after it was woken on the CPU of its waker.
+_NKEPT = 64
 
 
 @inlined
@@ -68,59 +74,51 @@ def publish(word: Any, value: Any) -> None:
     store_release(word, value)
     fence()
     if load_acquire(word + WAITERS) > 0:
-        futex_wake(word)
+        wake(word)
 
 
 @inlined
-def move_to_cpu(cpu: Any, sets: Any) -> None:
-    """Move this thread to the CPU `cpu`, unless the thread is not allowed to run there.
+def wake(word: Any) -> None:
+    """Wake the threads that sleep until the word at the address `word` changes.
 
-    The thread may leave the CPU again: the set of its allowed CPUs is the same afterwards. `sets`
-    is the address of memory for two sets of CPUs of `CPU_SET_NBYTES` bytes. Before the call, the
-    second set must be empty or contain only `cpu`. The first set is overwritten.
+    Tell them on which CPU this thread is.
     """
-    allowed, only = sets, sets + CPU_SET_NBYTES
-    if read_affinity(allowed, CPU_SET_NBYTES) <= 0:
-        return
-    if words_at(allowed)[cpu >> 6] >> (cpu & 63) & 1:
-        words_at(only)[cpu >> 6] = 1 << (cpu & 63)
-        write_affinity(only, CPU_SET_NBYTES)
-        write_affinity(allowed, CPU_SET_NBYTES)
+    store_release(word + WAKER, current_cpu() + 1)
+    futex_wake(word)
 
 
 @inlined
-def leave_cpu_of_peer(state: Any, address: Any, word: Any) -> None:
-    """Move this thread to CPU `HOME` if it shares its CPU with the owner of `word`.
+def sleep(state: Any, address: Any, word: Any, seen: Any) -> Any:
+    """Sleep until this thread is woken; return whether it was.
 
-    `word` is an address in the first page of the owner's segment. Each call publishes the CPU of
-    the calling thread; the owner's CPU is the CPU that the owner last published. If `HOME` is -1,
-    do nothing.
-
-    The scheduler often wakes a thread on the CPU of the thread that wakes it. Two ranks on one CPU
-    run alternately, and the scheduler rarely separates them, because one of them sleeps while the
-    other runs.
+    The sleep ends earlier if the word at address `word` differs from `seen`, after the time in the
+    state (`SLEEP_S`), and by a signal. If the thread finds itself on the CPU of the thread that
+    woke it, it leaves this CPU, and keeps its CPU in its next `_NKEPT` sleeps. `address` is the
+    address of the state.
     """
-    home = state[HOME]
-    if home < 0:
-        return
-    cpu = current_cpu()
-    store_release(state[BASES + state[RANK]] + CPU, cpu + 1)
-    segment = word & -PAGE_NBYTES
-    if cpu == home or load_acquire(segment + CPU) != cpu + 1:
-        return
-    move_to_cpu(home, address + 8 * (BASES + 3 * state[NRANKS]))
+    sets, before, nbytes = cpu_sets(), current_cpu(), 0
+    if state[KEPT] > 0:
+        state[KEPT] -= 1
+        nbytes = stay_on(before, sets)
+    is_woken = futex_wait(word, seen, address + 8 * SLEEP_S) == 0
+    if nbytes > 0:
+        leave_free(nbytes, sets)
+    home, cpu = state[HOME], current_cpu()
+    if home >= 0 and is_woken and load_acquire(word + WAKER) == cpu + 1:
+        state[KEPT] = _NKEPT
+        if cpu != before or cpu != home:
+            move_to_cpu(before if cpu != before else home, sets)
+    return is_woken
 
 
 @inlined
-def number_of_pauses(state: Any, address: Any, word: Any) -> Any:
-    """Return the maximum number of pauses in a wait for the owner of `word`.
+def number_of_pauses(state: Any) -> Any:
+    """Return the maximum number of pauses in a wait.
 
-    `word` is an address in the first page of the owner's segment. After `_PROBE_EVERY` successive
-    waits for which the pauses did not suffice, call `leave_cpu_of_peer` and return `SPIN_MAX`.
+    After `_PROBE_EVERY` successive waits for which the pauses did not suffice, it is `SPIN_MAX`.
     """
     if state[MISSES] < _PROBE_EVERY:
         return state[SPIN]
-    leave_cpu_of_peer(state, address, word)
     state[MISSES] = 0
     return state[SPIN_MAX]
 
@@ -160,7 +158,7 @@ def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
     """
     if load_acquire(word) - value >= 0:
         return True
-    limit = number_of_pauses(state, address, word)
+    limit = number_of_pauses(state)
     for _ in range(limit):
         pause()
         if load_acquire(word) - value >= 0:
@@ -177,7 +175,7 @@ def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
         add(word + WAITERS, 1)
         seen = load_ordered(word)
         if seen - value < 0:
-            futex_wait(word, seen, address + 8 * SLEEP_S)
+            sleep(state, address, word, seen)
         add(word + WAITERS, -1)
         found = load_acquire(word)
         if found - value >= 0:
@@ -209,11 +207,11 @@ def make_wake_all() -> Callable[[int], int]:
 
 
 __all__ = [
-    "leave_cpu_of_peer",
     "make_wake_all",
-    "move_to_cpu",
     "note_pauses",
     "number_of_pauses",
     "publish",
+    "sleep",
     "wait",
+    "wake",
 ]

@@ -62,13 +62,13 @@ from __future__ import annotations
     #: Address of a row for each slot: number of the last call that used the slot, and number of the
     #: first slice that each pair has sent in this call.
     SLOT_ROWS,
-    #: CPU assigned to this rank and to no other rank of the host (-1: none), and address of memory
-    #: for two sets of CPUs. Number of passes of the loop that only yielded the processor.
-    HOME, CPU_SETS, NIDLE,
+    #: CPU assigned to this rank and to no other rank of the host, or -1. Number of passes of the
+    #: loop that only yielded the processor.
+    HOME, NIDLE,
     #: 1 if a frame of another communicator, or a message, waits until the call has ended.
     IS_DELAYING,
-) = range(50)  # fmt: skip
-STATE_NWORDS = 50
+) = range(49)  # fmt: skip
+STATE_NWORDS = 49
 
 # Connection.
 

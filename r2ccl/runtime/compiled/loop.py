@@ -8,7 +8,6 @@ from typing import Any
 from r2ccl.kernels.compiling import inlined
 from r2ccl.runtime.compiled.layout import (
     BUSY_NS,
-    CPU_SETS,
     EAGER_ADDED,
     EAGER_TAKEN,
     ENTERED,
@@ -70,8 +69,8 @@ from r2ccl.runtime.compiled.system import (
     store64,
 )
 from r2ccl.runtime.compiled.tables import conn_of, now_ns, pair_of
-from r2ccl.shm.atomics import current_cpu, sched_yield, words_at
-from r2ccl.shm.waiting import move_to_cpu
+from r2ccl.shm.atomics import cpu_sets, current_cpu, sched_yield, words_at
+from r2ccl.shm.cpus import move_to_cpu
 
 _POLLIN, _POLLOUT = 1, 4
 #: The kernel refuses a ``struct timespec`` with as many nanoseconds or more.
@@ -234,7 +233,7 @@ def leave_cpu_of_peer(state: Any) -> None:
         if not conn[IS_LOOPBACK] or read_option(conn[FD], _INCOMING_CPU, operands) < 0:
             continue
         if load32(operands) == cpu:
-            move_to_cpu(state[HOME], state[CPU_SETS])
+            move_to_cpu(state[HOME], cpu_sets())
             return
 
 

@@ -20,7 +20,6 @@ from r2ccl.planning.lowering import Lane, LinkSteps, Step
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.compiled import layout as at
 from r2ccl.schedule.ir import OpKind
-from r2ccl.shm.layout import CPU_SET_NBYTES
 from r2ccl.transport.aligned import LINE_NBYTES, aligned_memory
 from r2ccl.transport.tcp.connection import Connection, buffer_nbytes
 from r2ccl.types import USER_OP, CallSignature, PathKey, signed_word
@@ -208,7 +207,6 @@ class CompiledProgram:
         self._stages = stages.reshape(len(self.pairs), 2, at.STAGE_NBYTES)
         self.polls = np.zeros(len(self.pairs) + 1, np.int64)
         space = tables.add(np.zeros(16, np.int64))
-        sets = tables.add(np.zeros(2 * CPU_SET_NBYTES // 8, np.int64))
         step_tables = [
             self._step_tables(tables, i, lane) for i, lane in enumerate(plan.layout.lanes)
         ]
@@ -231,7 +229,7 @@ class CompiledProgram:
         state[at.SLEEP_NS], state[at.BUSY_NS] = _SLEEP_NS, _BUSY_NS
         state[at.LOG], state[at.MOST_LOGGED] = self.log.ctypes.data, rows + spare
         state[at.IS_MEASURED] = links.balance is not None and plan.is_bandwidth_sample
-        state[at.HOME], state[at.CPU_SETS] = home, base + 8 * sets
+        state[at.HOME] = home
         state[at.LOOP], state[at.NSTEPS], state[at.TOTAL] = loop, len(steps), state[at.REMAINING]
         is_message = is_of_messages(int(state[at.CONTEXT]))
         state[at.OP_STEP] = not is_message

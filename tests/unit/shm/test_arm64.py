@@ -77,7 +77,9 @@ def plain_accesses(function, nargs, features, register, result=types.void):
     return [
         name
         for name, args in instructions(function, nargs, features, result)
-        if re.match(r"(ld|st)", name) and name not in _ORDERED and f"[{register}" in args
+        if re.match(r"(ld|st)", name)
+        and name not in _ORDERED
+        and re.search(rf"\[{register}\b", args)
     ]
 
 

@@ -13,21 +13,21 @@ from numba import njit, types
 from r2ccl.shm import atomics
 from r2ccl.shm.layout import (
     BASES,
-    CPU,
     HOME,
+    KEPT,
     MISSES,
     NRANKS,
-    PAGE_NBYTES,
     RANK,
     SPIN,
     SPIN_MAX,
     SPIN_MIN,
     WAITERS,
+    WAKER,
     set_sleep,
     state_size,
 )
 from r2ccl.shm.rounds import copy
-from r2ccl.shm.waiting import leave_cpu_of_peer, publish, wait
+from r2ccl.shm.waiting import publish, sleep, wait
 
 _I64 = types.int64
 
@@ -55,14 +55,21 @@ def compiled_publish():
     return njit(types.void(_I64, _I64), nogil=True)(_publish)
 
 
+def _sleep(address, word):
+    return sleep(atomics.words_at(address), address, word, 0)
+
+
+@njit(types.void(_I64))
+def _futex_wake(word):
+    atomics.futex_wake(word)
+
+
 class Memory:
-    """A state, and a page with the word that is waited for."""
+    """A state, and memory with the word that is waited for."""
 
     def __init__(self, sleep_ns=2_000_000):
         self.state = np.zeros(state_size(2), np.int64)
-        self.pages = np.zeros(2 * PAGE_NBYTES // 8, np.int64)
-        offset = -self.pages.ctypes.data % PAGE_NBYTES // 8
-        self.words = self.pages[offset:]
+        self.words = np.zeros(512, np.int64)
         self.word = self.words.ctypes.data
         self.state[[RANK, NRANKS]] = 0, 2
         self.state[[SPIN, SPIN_MIN, SPIN_MAX]] = 10, 5, 100
@@ -132,33 +139,44 @@ def test_words_are_seen_in_the_order_of_publishing(compiled_wait, compiled_publi
     assert all(seen)
 
 
-def _leave(address, word):
-    leave_cpu_of_peer(atomics.words_at(address), address, word)
-    return atomics.current_cpu()
+@pytest.mark.parametrize("is_on_the_same_cpu", [True, False])
+def test_a_woken_thread_keeps_its_cpu_from_then_on(is_on_the_same_cpu):
+    compiled = njit(_I64(_I64, _I64), nogil=True)(_sleep)
+    memory = Memory(sleep_ns=999_000_000)
+    allowed = os.sched_getaffinity(0)
+    here = min(allowed)
+    memory.state[HOME] = here
+    seen = []
 
+    def doze():
+        os.sched_setaffinity(0, {here})  # of this thread
+        seen.append(compiled(memory.address, memory.word))
+        seen.append(os.sched_getaffinity(0))
 
-@pytest.mark.parametrize("is_peer_here", [True, False])
-def test_thread_leaves_the_cpu_of_its_peer(is_peer_here):
-    allowed = sorted(os.sched_getaffinity(0))
-    if len(allowed) < 2:
-        pytest.skip("needs two CPUs")
-    leave = njit(_I64(_I64, _I64))(_leave)
-    memory, peer = Memory(), Memory()
-    os.sched_setaffinity(0, {allowed[0]})
+    thread = threading.Thread(target=doze)
+    thread.start()
+    os.sched_setaffinity(0, {here} if is_on_the_same_cpu else allowed - {here} or allowed)
+    waker = here if is_on_the_same_cpu else here + 1
     try:
-        memory.state[HOME] = allowed[1]
-        peer.words[CPU // 8] = allowed[0] + 1 if is_peer_here else 0
-        # Not allowed to run there: the user's choice is respected.
-        assert leave(memory.address, peer.word) == allowed[0]
-        assert os.sched_getaffinity(0) == {allowed[0]}
+        while thread.is_alive():
+            memory.words[WAKER // 8] = waker + 1
+            _futex_wake(memory.word)
+            thread.join(0.01)
     finally:
         os.sched_setaffinity(0, allowed)
-    memory.state[HOME] = next(cpu for cpu in allowed if cpu != leave(memory.address, peer.word))
-    peer.words[CPU // 8] = memory.words[CPU // 8] if is_peer_here else 0
-    found = leave(memory.address, peer.word)
-    assert os.sched_getaffinity(0) == set(allowed)
-    if is_peer_here and memory.words[CPU // 8] == peer.words[CPU // 8]:
-        assert found == memory.state[HOME]
+    assert seen == [1, {here}]
+    assert (memory.state[KEPT] > 0) == is_on_the_same_cpu
+
+
+def test_kept_sleeps_are_counted_and_change_no_affinity():
+    compiled = njit(_I64(_I64, _I64), nogil=True)(_sleep)
+    memory = Memory(sleep_ns=1000)
+    memory.state[[HOME, KEPT]] = min(os.sched_getaffinity(0)), 2
+    before = os.sched_getaffinity(0)
+    for _ in range(3):
+        assert compiled(memory.address, memory.word) == 0
+    assert memory.state[KEPT] == 0
+    assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
