@@ -830,7 +830,8 @@ def _home_of(context: RankContext) -> int:
     Each rank of the host gets a different CPU if all of them may run on the same CPUs.
     """
     own = [rank for rank, host in enumerate(context.hosts) if host == context.hosts[context.rank]]
-    return home_cpu(own.index(context.rank), len(own)) if len(own) > 1 else -1
+    cpu, sharers = home_cpu(own.index(context.rank), len(own))
+    return cpu if len(own) > 1 and sharers == 1 else -1
 
 
 __all__ = ["BackgroundControl", "DataLoop"]

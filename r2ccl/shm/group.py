@@ -583,7 +583,7 @@ class LocalGroup:
         # Inputs and outputs of all ranks that do not fit into the cache together.
         state[layout.STREAM_NBYTES] = _cache_nbytes() // (2 * self._nranks)
         is_crowded = self._nranks > len(os.sched_getaffinity(0))
-        state[layout.HOME] = home_cpu(self.rank, self._nranks)
+        state[layout.HOME], state[layout.SHARERS] = home_cpu(self.rank, self._nranks)
         state[[layout.SPIN, layout.SPIN_MIN, layout.SPIN_MAX]] = _SPINS[is_crowded]
         state[layout.YIELDS] = _YIELDS[is_crowded]
         for index in range(self._nranks):

@@ -48,6 +48,9 @@ DONE = LINE_NBYTES
 #: changes; offset to 1 + the number of the CPU of the thread that last woke them, or 0.
 WAITERS = LINE_NBYTES // 2
 WAKER = WAITERS + 8
+#: 1 + the number of the CPU on which the owner was when it last looked, see `r2ccl.shm.waiting`, or
+#: 0: not yet.
+CPU = 2 * LINE_NBYTES
 #: 1 after a call of the owner has raised an error: the owner may change its arrays at any time.
 LEFT = 3 * LINE_NBYTES
 #: Mutex that the owner holds as long as it uses the segment: a ``pthread_mutex_t``, of 40 or 48
@@ -128,9 +131,10 @@ SLEEP_S, SLEEP_NS = 13, 14
 STREAM_NBYTES = 15
 #: Number of successive waits for which the pauses did not suffice.
 MISSES = 16
-#: CPU assigned to this rank and to no other rank of the group, or -1; number of further sleeps in
-#: which a thread keeps its CPU. See `r2ccl.shm.waiting`.
-HOME, KEPT = 17, 27
+#: CPU assigned to this rank, and maximum number of ranks of the group to which one CPU is assigned;
+#: 0: no CPUs are assigned. Number of further sleeps in which a thread keeps its CPU. See
+#: `r2ccl.shm.waiting`.
+HOME, SHARERS, KEPT = 17, 27, 28
 #: Segments for arrays that all ranks map: address of the table of this rank's own segments, sorted
 #: by address; number of rows of this table; address of a table with one row per segment number: the
 #: addresses, in this process, of the segments of all ranks.
@@ -144,7 +148,7 @@ MODE, NREPEATED = 21, 22
 #: measure; space for a ``struct timespec``. See `r2ccl.shm.transfer`.
 TRANSFER, BEGUN_NS, TIME = 23, 24, 25
 #: For each stage slot, the number of the round that used it last.
-USES = 28
+USES = 29
 #: Addresses of the segments of all ranks; then one word per rank for the inputs of a kernel; then
 #: for each rank the first round of its latest call whose header has been compared.
 BASES = USES + NSLOTS
@@ -234,6 +238,7 @@ __all__ = [
     "CALL_STEP",
     "CAN_READ",
     "CHANGED",
+    "CPU",
     "CPU_SET_NBYTES",
     "DIFFERS",
     "DIFFERS_IN_SIZE",
@@ -300,6 +305,7 @@ __all__ = [
     "SCRATCH_NBYTES",
     "SEGMENT_NBYTES",
     "SHARED",
+    "SHARERS",
     "SIGNATURE",
     "SLEEP_NS",
     "SLEEP_S",

@@ -22,15 +22,18 @@ if MACHINE not in _NUMBERS:
     UNSUPPORTED = f"machine {MACHINE!r}: supported are {', '.join(sorted(_NUMBERS))}"
 
 
-def home_cpu(index: int, nranks: int) -> int:
-    """Return a CPU for rank `index` of the `nranks` ranks of this host, different for each rank.
+def home_cpu(index: int, nranks: int) -> tuple[int, int]:
+    """Assign a CPU to rank `index` of the `nranks` ranks of this host.
 
-    All ranks must be allowed to run on the same CPUs. Return -1 if there are more ranks than such
-    CPUs, or one of these CPUs has a number above ``8 * CPU_SET_NBYTES - 1``, which the sets of CPUs
-    in compiled code cannot contain.
+    All ranks must be allowed to run on the same CPUs. Return the CPU, and the maximum number of
+    ranks to which one CPU is assigned, which is 1 unless there are more ranks than CPUs. Return
+    (-1, 0) if one of these CPUs has a number above ``8 * CPU_SET_NBYTES - 1``, which the sets of
+    CPUs in compiled code cannot contain.
     """
     cpus = sorted(os.sched_getaffinity(0))
-    return cpus[index] if nranks <= len(cpus) and cpus[-1] < 8 * CPU_SET_NBYTES else -1
+    if cpus[-1] >= 8 * CPU_SET_NBYTES:
+        return -1, 0
+    return cpus[index % len(cpus)], -(-nranks // len(cpus))
 
 
 __all__ = ["MACHINE", "SYSTEM_CALLS", "UNSUPPORTED", "home_cpu"]

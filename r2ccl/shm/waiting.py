@@ -42,6 +42,7 @@ from r2ccl.shm.atomics import (
 from r2ccl.shm.cpus import leave_free, move_to_cpu, stay_on
 from r2ccl.shm.layout import (
     BASES,
+    CPU,
     DONE,
     HEADERS,
     HOME,
@@ -51,6 +52,8 @@ from r2ccl.shm.layout import (
     NHEADERS,
     NRANKS,
     POSTED,
+    RANK,
+    SHARERS,
     SLEEP_S,
     SPIN,
     SPIN_MAX,
@@ -104,7 +107,7 @@ def sleep(state: Any, address: Any, word: Any, seen: Any) -> Any:
     if nbytes > 0:
         leave_free(nbytes, sets)
     home, cpu = state[HOME], current_cpu()
-    if home >= 0 and is_woken and load_acquire(word + WAKER) == cpu + 1:
+    if state[SHARERS] == 1 and is_woken and load_acquire(word + WAKER) == cpu + 1:
         state[KEPT] = _NKEPT
         if cpu != before or cpu != home:
             move_to_cpu(before if cpu != before else home, sets)
@@ -115,12 +118,32 @@ def sleep(state: Any, address: Any, word: Any, seen: Any) -> Any:
 def number_of_pauses(state: Any) -> Any:
     """Return the maximum number of pauses in a wait.
 
-    After `_PROBE_EVERY` successive waits for which the pauses did not suffice, it is `SPIN_MAX`.
+    After `_PROBE_EVERY` successive waits for which the pauses did not suffice, call
+    `leave_full_cpu`, and return `SPIN_MAX`.
     """
     if state[MISSES] < _PROBE_EVERY:
         return state[SPIN]
+    leave_full_cpu(state)
     state[MISSES] = 0
     return state[SPIN_MAX]
+
+
+@inlined
+def leave_full_cpu(state: Any) -> None:
+    """Move this thread to its CPU `HOME` if more than `SHARERS` ranks are on the CPU where it is.
+
+    The CPU of another rank is the one that it published when it last called this function.
+    """
+    sharers = state[SHARERS]
+    if sharers == 0:
+        return
+    cpu, nhere = current_cpu(), 1
+    store_release(state[BASES + state[RANK]] + CPU, cpu + 1)
+    for peer in range(state[NRANKS]):
+        if peer != state[RANK] and load_acquire(state[BASES + peer] + CPU) == cpu + 1:
+            nhere += 1
+    if nhere > sharers and cpu != state[HOME]:
+        move_to_cpu(state[HOME], cpu_sets())
 
 
 @inlined
@@ -207,6 +230,7 @@ def make_wake_all() -> Callable[[int], int]:
 
 
 __all__ = [
+    "leave_full_cpu",
     "make_wake_all",
     "note_pauses",
     "number_of_pauses",
