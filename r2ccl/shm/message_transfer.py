@@ -62,8 +62,8 @@ _MIB_BITS = 20
 #: The transfer that is slower in most cases (`_is_unlikely`) counts as slower than it is, by
 #: 1 / 2**1 of its time. Each receiver chooses for itself, and its own times hardly tell which
 #: transfer is faster if all ranks use it. Without this, some ranks read and others do not, and all
-#: are slower. Measured with 4 ranks on 2 cores, sendrecv of 256 KiB and of 8 MiB: if all ranks read 52 and
-#: 1,580 us, if none reads 34 and 1,920 us, with a free choice 49 and 2,030 us.
+#: are slower. Measured with 4 ranks on 2 cores, sendrecv of 256 KiB and of 8 MiB: if all ranks read
+#: 52 and 1,580 us, if none reads 34 and 1,920 us, with a free choice 49 and 2,030 us.
 _DOUBT_SHIFT = 1
 
 

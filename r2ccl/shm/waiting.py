@@ -13,6 +13,11 @@ rarely separates them, because one of them sleeps while the other runs. With a c
 a thread that was woken in this way therefore moves to another CPU, and may only run on its own CPU
 in its next sleeps.
 
+With more ranks than cores, the scheduler may keep three ranks on one CPU and one rank, which often
+waits, on the other. A rank that waits on a CPU with more ranks than necessary therefore moves to
+the CPU that `r2ccl.shm.machine.home_cpu` has assigned to it. Measured with 4 ranks on 2 CPUs, 256
+bytes: scan 4.9 and 2.4 us, gather 3.4 and 2.0 us.
+
 A sleep ends when the peer advances, after the time in the state (`SLEEP_S`, `SLEEP_NS`), by
 ``wake_all``, or when the thread receives a signal. If the peer has not advanced, the compiled
 collective returns `WAITING`, so that its caller, in Python, handles signals, deadlines and failures

@@ -22,7 +22,7 @@ def new_state(rank: int, nranks: int, own: Segment, peers: dict[int, Segment]) -
     state[[layout.SPIN, layout.SPIN_MIN, layout.SPIN_MAX]] = 20, 5, 20
     state[layout.YIELDS] = 5
     layout.set_sleep(state, 2_000_000)
-    state[layout.HOME], state[layout.STREAM_NBYTES] = -1, 1 << 20
+    state[layout.STREAM_NBYTES] = 1 << 20
     for peer in range(nranks):
         state[layout.BASES + peer] = (own if peer == rank else peers[peer]).address
     return state

@@ -11,13 +11,16 @@ import pytest
 from numba import njit, types
 
 from r2ccl.shm import atomics
+from r2ccl.shm.cpus import move_to_cpu
 from r2ccl.shm.layout import (
     BASES,
+    CPU,
     HOME,
     KEPT,
     MISSES,
     NRANKS,
     RANK,
+    SHARERS,
     SPIN,
     SPIN_MAX,
     SPIN_MIN,
@@ -27,7 +30,7 @@ from r2ccl.shm.layout import (
     state_size,
 )
 from r2ccl.shm.rounds import copy
-from r2ccl.shm.waiting import publish, sleep, wait
+from r2ccl.shm.waiting import leave_full_cpu, publish, sleep, wait
 
 _I64 = types.int64
 
@@ -55,6 +58,16 @@ def compiled_publish():
     return njit(types.void(_I64, _I64), nogil=True)(_publish)
 
 
+def _leave_full_cpu(address):
+    leave_full_cpu(atomics.words_at(address))
+    return atomics.current_cpu()
+
+
+def _move_to_cpu(cpu):
+    move_to_cpu(cpu, atomics.cpu_sets())
+    return atomics.current_cpu()
+
+
 def _sleep(address, word):
     return sleep(atomics.words_at(address), address, word, 0)
 
@@ -74,7 +87,6 @@ class Memory:
         self.state[[RANK, NRANKS]] = 0, 2
         self.state[[SPIN, SPIN_MIN, SPIN_MAX]] = 10, 5, 100
         set_sleep(self.state, sleep_ns)
-        self.state[HOME] = -1
         self.state[BASES : BASES + 2] = self.word
         self.address = self.state.ctypes.data
 
@@ -145,7 +157,7 @@ def test_a_woken_thread_keeps_its_cpu_from_then_on(is_on_the_same_cpu):
     memory = Memory(sleep_ns=999_000_000)
     allowed = os.sched_getaffinity(0)
     here = min(allowed)
-    memory.state[HOME] = here
+    memory.state[[HOME, SHARERS]] = here, 1
     seen = []
 
     def doze():
@@ -168,10 +180,29 @@ def test_a_woken_thread_keeps_its_cpu_from_then_on(is_on_the_same_cpu):
     assert (memory.state[KEPT] > 0) == is_on_the_same_cpu
 
 
+@pytest.mark.parametrize("nhere", [1, 2, 3])
+def test_a_rank_goes_home_from_a_cpu_with_too_many_ranks(nhere):
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("needs two CPUs")
+    compiled = njit(_I64(_I64))(_leave_full_cpu)
+    move = njit(_I64(_I64))(_move_to_cpu)
+    state, words = np.zeros(state_size(4), np.int64), np.zeros((4, 512), np.int64)
+    here, home = allowed[:2]
+    state[[RANK, NRANKS, HOME, SHARERS]] = 0, 4, home, 2
+    state[BASES : BASES + 4] = [each.ctypes.data for each in words]
+    words[1:nhere, CPU // 8], words[nhere:, CPU // 8] = here + 1, home + 1
+    before = move(here)
+    found = compiled(state.ctypes.data)
+    if words[0, CPU // 8] == before + 1 == here + 1:  # else the scheduler has moved the thread
+        assert found == (home if nhere > 2 else here)
+    assert os.sched_getaffinity(0) == set(allowed)
+
+
 def test_kept_sleeps_are_counted_and_change_no_affinity():
     compiled = njit(_I64(_I64, _I64), nogil=True)(_sleep)
     memory = Memory(sleep_ns=1000)
-    memory.state[[HOME, KEPT]] = min(os.sched_getaffinity(0)), 2
+    memory.state[[HOME, SHARERS, KEPT]] = min(os.sched_getaffinity(0)), 1, 2
     before = os.sched_getaffinity(0)
     for _ in range(3):
         assert compiled(memory.address, memory.word) == 0
