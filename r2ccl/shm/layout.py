@@ -132,9 +132,10 @@ STREAM_NBYTES = 15
 #: Number of successive waits for which the pauses did not suffice.
 MISSES = 16
 #: CPU assigned to this rank, and maximum number of ranks of the group to which one CPU is assigned;
-#: 0: no CPUs are assigned. Number of further sleeps in which a thread keeps its CPU. See
+#: 0: no CPUs are assigned. Number of further sleeps in which a thread keeps its CPU. Time at which
+#: a thread last moved to HOME, and delay until the next move, in nanoseconds. See
 #: `r2ccl.shm.waiting`.
-HOME, SHARERS, KEPT = 17, 27, 28
+HOME, SHARERS, KEPT, MOVED_NS, DELAY_NS = 17, 27, 28, 29, 30
 #: Segments for arrays that all ranks map: address of the table of this rank's own segments, sorted
 #: by address; number of rows of this table; address of a table with one row per segment number: the
 #: addresses, in this process, of the segments of all ranks.
@@ -148,7 +149,7 @@ MODE, NREPEATED = 21, 22
 #: measure; space for a ``struct timespec``. See `r2ccl.shm.transfer`.
 TRANSFER, BEGUN_NS, TIME = 23, 24, 25
 #: For each stage slot, the number of the round that used it last.
-USES = 29
+USES = 31
 #: Addresses of the segments of all ranks; then one word per rank for the inputs of a kernel; then
 #: for each rank the first round of its latest call whose header has been compared.
 BASES = USES + NSLOTS
@@ -240,6 +241,7 @@ __all__ = [
     "CHANGED",
     "CPU",
     "CPU_SET_NBYTES",
+    "DELAY_NS",
     "DIFFERS",
     "DIFFERS_IN_SIZE",
     "DIRECT",
@@ -277,6 +279,7 @@ __all__ = [
     "MISSES",
     "MODE",
     "MOST_PAGE_NBYTES",
+    "MOVED_NS",
     "MUTEX",
     "NAHEAD",
     "NCALLS",

@@ -292,7 +292,7 @@ def make_direct() -> Direct:
                 if is_over:
                     return OPEN
                 if nidle == 0:
-                    limit = number_of_pauses(state)
+                    limit = number_of_pauses(state, address)
                 nidle += 1
                 if rest(state, nidle, limit):
                     continue

@@ -212,7 +212,7 @@ def make_pump() -> Pump:
                 if is_waiting == 0 or is_over:
                     return MOVED if nrounds > 0 else IDLE
                 if nidle == 0:
-                    limit = number_of_pauses(state)
+                    limit = number_of_pauses(state, address)
                 nidle += 1
                 if rest(state, nidle, limit):
                     continue

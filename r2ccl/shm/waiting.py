@@ -32,6 +32,7 @@ from typing import Any
 from r2ccl.kernels.compiling import inlined
 from r2ccl.shm.atomics import (
     add,
+    clock_ns,
     cpu_sets,
     current_cpu,
     fence,
@@ -48,12 +49,14 @@ from r2ccl.shm.cpus import leave_free, move_to_cpu, stay_on
 from r2ccl.shm.layout import (
     BASES,
     CPU,
+    DELAY_NS,
     DONE,
     HEADERS,
     HOME,
     KEPT,
     LINE_NBYTES,
     MISSES,
+    MOVED_NS,
     NHEADERS,
     NRANKS,
     POSTED,
@@ -63,6 +66,7 @@ from r2ccl.shm.layout import (
     SPIN,
     SPIN_MAX,
     SPIN_MIN,
+    TIME,
     WAITERS,
     WAKER,
     YIELDS,
@@ -74,6 +78,8 @@ from r2ccl.shm.layout import (
 _PROBE_EVERY = 16
 #: Number of sleeps in which a thread keeps its CPU after it was woken on the CPU of its waker.
 _NKEPT = 64
+#: Delays between two moves to the assigned CPU, see `leave_full_cpu`.
+_LEAST_DELAY_NS, _MOST_DELAY_NS, _RARE_SHIFT = 1 << 20, 1 << 30, 4
 
 
 @inlined
@@ -120,7 +126,7 @@ def sleep(state: Any, address: Any, word: Any, seen: Any) -> Any:
 
 
 @inlined
-def number_of_pauses(state: Any) -> Any:
+def number_of_pauses(state: Any, address: Any) -> Any:
     """Return the maximum number of pauses in a wait.
 
     After `_PROBE_EVERY` successive waits for which the pauses did not suffice, call
@@ -128,16 +134,20 @@ def number_of_pauses(state: Any) -> Any:
     """
     if state[MISSES] < _PROBE_EVERY:
         return state[SPIN]
-    leave_full_cpu(state)
+    leave_full_cpu(state, address)
     state[MISSES] = 0
     return state[SPIN_MAX]
 
 
 @inlined
-def leave_full_cpu(state: Any) -> None:
+def leave_full_cpu(state: Any, address: Any) -> None:
     """Move this thread to its CPU `HOME` if more than `SHARERS` ranks are on the CPU where it is.
 
     The CPU of another rank is the one that it published when it last called this function.
+
+    If the scheduler moves the thread back, because another program keeps that CPU busy, the thread
+    moves less and less often: the delay between two moves doubles, from `_LEAST_DELAY_NS` to
+    `_MOST_DELAY_NS`, until it has not moved for 2**`_RARE_SHIFT` times this delay.
     """
     sharers = state[SHARERS]
     if sharers == 0:
@@ -147,8 +157,16 @@ def leave_full_cpu(state: Any) -> None:
     for peer in range(state[NRANKS]):
         if peer != state[RANK] and load_acquire(state[BASES + peer] + CPU) == cpu + 1:
             nhere += 1
-    if nhere > sharers and cpu != state[HOME]:
-        move_to_cpu(state[HOME], cpu_sets())
+    if nhere <= sharers or cpu == state[HOME]:
+        return
+    now = clock_ns(address + 8 * TIME)
+    elapsed_ns = now - state[MOVED_NS]
+    if elapsed_ns < state[DELAY_NS]:
+        return
+    is_rare = elapsed_ns >> _RARE_SHIFT > state[DELAY_NS]
+    state[DELAY_NS] = _LEAST_DELAY_NS if is_rare else min(2 * state[DELAY_NS], _MOST_DELAY_NS)
+    state[MOVED_NS] = now
+    move_to_cpu(state[HOME], cpu_sets())
 
 
 @inlined
@@ -186,7 +204,7 @@ def wait(state: Any, address: Any, word: Any, value: Any) -> Any:
     """
     if load_acquire(word) - value >= 0:
         return True
-    limit = number_of_pauses(state)
+    limit = number_of_pauses(state, address)
     for _ in range(limit):
         pause()
         if load_acquire(word) - value >= 0:

@@ -59,7 +59,7 @@ def compiled_publish():
 
 
 def _leave_full_cpu(address):
-    leave_full_cpu(atomics.words_at(address))
+    leave_full_cpu(atomics.words_at(address), address)
     return atomics.current_cpu()
 
 
