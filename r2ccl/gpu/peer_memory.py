@@ -127,7 +127,7 @@ class PeerMemory:
         self._gone = 0
         #: Mapped addresses of other ranks' allocations, by member index and slot.
         self._mapped: dict[tuple[int, int], int] = {}
-        #: Changes that are still to be made. The worker appends them.
+        #: Changes that are still to be made. The worker thread appends them (`learn`).
         self._changes: list[_Change] = []
 
     # Arrays of this rank; called in the caller's thread
@@ -282,7 +282,7 @@ class PeerMemory:
     def address(self, peer: int, place: ArrayPlace) -> int:
         """Return the address in this process of the array of `peer` at `place`.
 
-        ``place.slot`` must be a slot that `peer` posted, not `COPIED` or `ABSENT`.
+        `place` must come from a message of `peer`, and its slot must not be `COPIED` or `ABSENT`.
         """
         return self._mapped[peer, place.slot] + place.offset
 

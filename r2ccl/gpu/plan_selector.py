@@ -9,9 +9,9 @@ from r2ccl.runtime.engine import Engine
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature
 
-#: Function that enters a collective, which means to wait for the health to plan it with
-#: (`Engine.enter`), and returns its plan. The second argument is a user-defined schedule for the
-#: plan, or None.
+#: Function that enters a collective and returns its plan. To enter a collective means to wait while
+#: the ranks agree on a new health, and to take the health for the plan (`Engine.enter`). The second
+#: argument is a user-defined schedule for the plan, or None.
 EnterCall = Callable[[CallSignature, Schedule | None], Plan]
 
 
@@ -45,7 +45,9 @@ class PlanSelector:
             If the ranks did not agree in time on the health to plan with.
         R2cclError
             If this method had to wait for the ranks, and the communicator has ended.
-        InvalidArgument, ScheduleError
+        ConcurrentCalls
+            As `Engine.enter`.
+        InvalidArgument, ScheduleError, ImportError, TransportError
             If `PlanCache` cannot make a plan of `call` or `own`.
         """
         return self._plans(call, self._engine.enter(), self._engine.op, own)

@@ -3,8 +3,9 @@
 Theory of operation
 -------------------
 A call is divided into windows (`r2ccl.gpu.staged_windows`), which use two slots of pinned memory in
-turn. The communicator's worker enqueues the copy of a window to its slot on one stream, waits for
-the copy, runs the collective on the slot, and enqueues the copy of the result on another stream.
+turn. The communicator's worker thread enqueues the copy of a window to its slot on one stream,
+waits for the copy, runs the collective on the slot, and enqueues the copy of the result on another
+stream.
 Two copies to slots are enqueued ahead, so the collective of one window overlaps copies of others.
 The caller's stream waits for the call (`r2ccl.gpu.host_signal`); no stream of this module waits
 for the host.

@@ -272,7 +272,7 @@ class Backend:
         self.communicator.barrier()
 
     def stop(self) -> None:
-        """Close the communicator once all ranks have all their data; a second call does nothing."""
+        """Wait until all ranks have their data, then close; a second call does nothing."""
         self.communicator.close()
 
 

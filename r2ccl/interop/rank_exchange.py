@@ -1,8 +1,8 @@
 """`RankExchange`: base class of the objects through which ranks exchange values in `r2ccl.init`.
 
 `r2ccl.init` accepts any object with the methods of this class, such as a communicator of mpi4py.
-The ranks use the object to exchange the address of rank 0, and the secret of the job unless every
-rank already has the secret.
+The ranks use the object to exchange the IDs of their hosts, the address of rank 0 and, unless every
+rank already has it, the secret of the job.
 """
 
 from __future__ import annotations

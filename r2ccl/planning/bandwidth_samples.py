@@ -11,11 +11,11 @@ calls were counted, windows could always, or never, meet the same calls of a ste
 
 Invariant: all ranks select the same calls. The decisions depend only on the candidates, their
 costs and the versions of the health. All of these are equal on all ranks. Other calls have no
-influence, so a rank may omit `BandwidthSamples.take` for them, except in the case described at
-`BandwidthSamples.op`. A rank omits it if compiled code repeats a call without a new plan. A call in
-two levels uses one collective number per chunk; `take` is called only for the first number. If a
-rank passes a call to `take` but then does not make the call, its next `take` has the same number
-and replaces the earlier one.
+influence, so a rank need not pass them to `BandwidthSamples.take`, except in the case described at
+`BandwidthSamples.op`. For example, a rank does not pass a call that compiled code repeats without a
+new plan. A call in two levels (`r2ccl.planning.two_level`) uses one collective number per chunk;
+`take` is called only for the first number. If a rank passes a call to `take` but then does not make
+the call, its next `take` has the same number and replaces the earlier one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class BandwidthSamples:
         self._before = self._after = _Count()
 
     def begin(self, version: int, *, is_slow: bool) -> None:
-        """Start a new count; the next call is the first candidate since the health changed.
+        """Start a new count: the next candidate counts as the first since the health changed.
 
         Parameters
         ----------

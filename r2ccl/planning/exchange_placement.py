@@ -59,8 +59,8 @@ def place_exchange(
         Root rank of gather and scatter; otherwise ignored.
     nchannels : int
         Number of channels among which a part is divided. If 0, the number is w, the smaller of
-        ``fabric.nwires`` and the number of home rails. If also w > 1 and any rank's port on a home
-        rail has less than its full bandwidth, the number is 2 w.
+        ``fabric.nwires`` and the number of home rails, or 2 w if w > 1 and any port of a rank on a
+        home rail has less than its full bandwidth.
     fabric : Fabric
     health : Health
     """

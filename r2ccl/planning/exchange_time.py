@@ -30,7 +30,8 @@ def alltoall_time(
 ) -> tuple[Fraction | None, Fraction]:
     """Return the time of the busiest port, and the average time of all ports.
 
-    Each part is divided among `nchannels` channels, which are placed on the home rails in turn.
+    The data that a rank sends to another rank is divided among `nchannels` channels, which are
+    placed on the home rails in turn.
 
     Parameters
     ----------
@@ -77,10 +78,10 @@ def alltoall_time(
 def _loads(both: _Ints, peers: _Ints, channels: _Ints) -> list[Fraction]:
     """Return the amount of data that a rank exchanges with other nodes on each home rail.
 
-    The unit is the share of one part that one channel carries. `peers` has the number of ranks on
-    the other nodes of each kind. ``both[kind]`` has, for each rail, the lesser of the shares that
-    this rank's node and a node of that kind have. `channels` has the number of channels on each
-    rail. The channels of a rail that is down at either end detour over the other rails, in
+    The unit is what one channel carries from a rank to another rank. `peers` has the number of
+    ranks on the other nodes of each kind. ``both[kind]`` has, for each rail, the lesser of the
+    shares that this rank's node and a node of that kind have. `channels` has the number of channels
+    on each rail. The channels of a rail that is down at either end detour over the other rails, in
     proportion to ``both``.
     """
     is_up = both > 0

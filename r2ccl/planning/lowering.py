@@ -155,8 +155,8 @@ def lower(
     whole_nbytes : int
         If above 0, parts of at most this size are sent whole and eagerly on the first channel, and
         all larger parts on the other channels. Ops of empty chunks are then left out if they wait
-        for no op and no op waits for them. The first channel keeps these ops, too, if `count` is 0
-        or `announces_parts` is True.
+        for no op and no op waits for them. The first channel, however, keeps these ops if `count`
+        is 0 or `announces_parts` is True.
     announces_parts : bool
         If True and `whole_nbytes` is above 0, the first channel sends an empty message for each
         part that travels on other channels. A receiver that expects another size then learns this

@@ -228,7 +228,7 @@ def placed_at(schedule: Schedule, width: int, edges: Iterable[EdgeAtHome]) -> Pl
 
 
 def inlets(placement: Placement, homes: Sequence[int]) -> int:
-    """Return the largest number of edges in ``placement.edges`` of one rank on one rail."""
+    """Return the largest number of edges in ``placement.edges`` that one rank has on one rail."""
     found = Counter(
         (rank, number % len(homes))
         for _, low, high, number in placement.edges

@@ -93,7 +93,8 @@ class Planning(msgspec.Struct, frozen=True):
     longest_s: float = 0.0
 
 
-#: Maps a layout with the ranks and link channels of a communicator to one with those of its job.
+#: Function that replaces the ranks and link channels of a communicator in a layout by those of its
+#: job.
 Place = Callable[[Layout], Layout]
 
 
@@ -465,8 +466,8 @@ class PlanCache:
         then runs.
 
         `op` is the number of the collective before `call`, equal on all ranks. `two_level_ns` is
-        the predicted time of the call in two levels, 0 if unknown; None if it would run in one
-        level.
+        the predicted time of the call in two levels (`r2ccl.planning.two_level`), 0 if unknown;
+        None if the call would run in one level.
 
         The result is equal on all ranks, because all ranks use a new health from the same call on.
         It is False for scans, collectives in `r2ccl.types.DIRECT` and operations that are not

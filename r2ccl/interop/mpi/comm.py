@@ -168,7 +168,7 @@ class Comm(MPI.Intracomm):
     Parameters
     ----------
     comm : MPI.Intracomm
-        Provides the ranks of the `Comm`, and runs the methods that r2ccl does not run.
+        Provides the ranks of the `Comm`, and runs the methods in `PASSED`.
     **options
         Keyword arguments of `r2ccl.init`: fields of `Config`, and ``faults``.
 
@@ -347,12 +347,15 @@ class Comm(MPI.Intracomm):
         """Return the communicator of the ranks that MPI groups with this rank by `split_type`.
 
         MPI.COMM_TYPE_SHARED, for example, groups the ranks of one host. Returns MPI.COMM_NULL if
-        MPI puts this rank in no group.
+        MPI puts this rank in no group. *Collective*: all ranks.
         """
         return self._child(self.mpi.Split_type(split_type, key, info))
 
     def Dup(self, info: Any = None) -> Any:
-        """Return a communicator of the same ranks; its calls never match calls of this `Comm`."""
+        """Return a communicator of the same ranks; its calls never match calls of this `Comm`.
+
+        *Collective*: all ranks.
+        """
         return self._child(self.mpi.Dup(info))
 
     def Dup_with_info(self, info: Any) -> Any:

@@ -13,8 +13,8 @@ changes the name of the backend::
 
     ray.util.collective.init_collective_group(world_size, rank, backend="r2ccl")
 
-The import registers the backend. In both cases the ranks exchange values through an actor of Ray:
-the address of rank 0, and the secret of the job unless it is set.
+The import registers the backend. In both cases the ranks exchange values through an actor of Ray,
+among them the address of rank 0 and, unless it is set, the secret of the job.
 """
 
 from __future__ import annotations

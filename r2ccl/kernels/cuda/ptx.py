@@ -4,9 +4,10 @@ Collectives launch only forms with prebuilt kernels (`r2ccl.kernels.cuda.prebuil
 need Numba unless the sources of the kernels have changed. Numba is slow to import, so it is
 imported only for a kernel that is neither prebuilt nor in the cache. No GPU is needed.
 
-Invariant: the PTX was compiled from the present sources. The version of the compiler may differ
-from the installed version. The file name of a cache entry is a digest of the form, the sources and
-the version of numba-cuda; the first line of the file is a digest of the PTX.
+Invariant: the PTX was compiled from the present sources. A prebuilt kernel may have been compiled
+by another version of the compiler than the installed one. The file name of a cache entry is a
+digest of the form, the sources and the version of numba-cuda; the first line of the file is a
+digest of the PTX.
 """
 
 from __future__ import annotations
