@@ -240,7 +240,7 @@ def _prefixes(terms: Terms, *, is_exclusive: bool, is_chain: bool) -> Iterator[C
 
 
 def _turns_at_home(flows: Flows, nchannels: int, terms: Terms) -> tuple[EdgeAtHome, ...]:
-    """Place the edges between nodes with `at_home`, for channels that load all rails equally.
+    """Return the edges of `at_home` that join two nodes, for channels that load all rails equally.
 
     All channels have equal edges, so equally many channels per rail load all rails equally, and no
     search finds a better placement. If `nchannels` is not a multiple of the number of home rails,

@@ -28,7 +28,7 @@ _Ints: TypeAlias = npt.NDArray[np.int64]
 def alltoall_time(
     nchannels: int, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
 ) -> tuple[Fraction | None, Fraction]:
-    """Return the time of the busiest port, and the average time of all ports.
+    """Return the time of the busiest port in an alltoall, and the average time of all ports.
 
     The data that a rank sends to another rank is divided among `nchannels` channels, which are
     placed on the home rails in turn.
