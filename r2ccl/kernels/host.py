@@ -165,7 +165,7 @@ def reducer(dtype_code: int, op: ReduceOp | int) -> Reducer:
     Integers wrap. MIN and MAX give NaN if either operand is NaN; -0 is below +0. Except in pairs, a
     result that is NaN has the bits of the quiet NaN, whatever NaNs the operands are. MINLOC and
     MAXLOC give the pair whose value is NaN, if there is one. If the values of two pairs are equal
-    or both NaN, they keep the pair with the lower index. 16-bit and 8-bit floats are computed
+    or both NaN, the result is the pair with the lower index. 16-bit and 8-bit floats are computed
     in float32 and rounded to their own type at every step. NumPy warns about overflow and invalid
     values in float32, float64 and complex, so call the function inside `quiet_context`.
 

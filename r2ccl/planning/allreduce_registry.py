@@ -50,7 +50,7 @@ from r2ccl.schedule.ir import Schedule
 
 
 class Terms(NamedTuple):
-    """Input of the candidate functions: port shares, ranks of nodes and channels of a ring.
+    """Input of the candidate functions: port shares, ranks of nodes, and number of channels.
 
     Attributes
     ----------
@@ -60,7 +60,8 @@ class Terms(NamedTuple):
     teams : tuple of tuple of int
         Ranks of each node.
     nchannels : int
-        Number of channels of a ring.
+        Number of channels of rings, chains, scans and spanning trees, unless a candidate function
+        chooses the number that fills degraded ports evenly.
     """
 
     shares: tuple[tuple[int, ...], ...]

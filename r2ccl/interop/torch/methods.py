@@ -84,7 +84,8 @@ def _run_within(
 ) -> None:
     """Call ``_run(fn)``; if `fn` has not ended after `timeout_s`, call ``on_timeout(reason)``.
 
-    The timer's thread has ended when this function returns.
+    The timeout does not interrupt `fn`. This function returns when `fn` and the timer's thread have
+    ended.
     """
     timer = threading.Timer(timeout_s, on_timeout, (late_collective(timeout_s),))
     timer.daemon = True  # the interpreter would wait for it before `GroupState` leaves the group

@@ -46,7 +46,7 @@ def seconds(timeout: timedelta | None, default_s: float) -> float:
 
 
 def late_collective(timeout_s: float) -> str:
-    """Return the argument of ``on_timeout(reason)`` for a collective that reached its timeout."""
+    """Return the reason to pass to ``on_timeout`` for a collective that reached its timeout."""
     return f"a collective has reached its timeout of {timeout_s:g} s"
 
 
