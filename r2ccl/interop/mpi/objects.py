@@ -30,7 +30,7 @@ def bcast(comm: Any, obj: Any, root: int = 0) -> Any:
 
 
 def gather(comm: Any, sendobj: Any, root: int = 0) -> list[Any] | None:
-    """Return the objects of all ranks on rank `root`, else None, like mpi4py's gather."""
+    """Return the objects of all ranks if this is rank `root`, else None, like mpi4py's gather."""
     root = root_of(comm, root)
     data = pickled(sendobj)
     sizes = comm.communicator.gather(np.array([data.size]), root=root)
@@ -47,7 +47,7 @@ def allgather(comm: Any, sendobj: Any) -> list[Any]:
 
 
 def scatter(comm: Any, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-    """Return object r of the sequence of rank `root` on rank r, like mpi4py's scatter."""
+    """Return this rank's object of the sequence of rank `root`, like mpi4py's scatter."""
     root = root_of(comm, root)
     if comm.rank != root:
         size = comm.communicator.scatter(None, np.empty(1, int), root)
@@ -78,7 +78,10 @@ def alltoall(comm: Any, sendobj: Sequence[Any]) -> list[Any]:
 
 
 def reduce(comm: Any, sendobj: Any, op: Any = MPI.SUM, root: int = 0) -> Any:
-    """Return the reduction of all objects on rank `root`, else None, like mpi4py's reduce."""
+    """Return the reduction of all ranks' objects if this is rank `root`, else None.
+
+    Like mpi4py's reduce.
+    """
     objects = gather(comm, sendobj, root)
     return None if objects is None else fold(op, objects)
 
