@@ -48,7 +48,7 @@ from r2ccl.runtime.compiled.layout import PAUSED
 from r2ccl.runtime.compiled.program import CompiledProgram
 from r2ccl.runtime.patience import Caller, Patience, timed_out, without_frames
 from r2ccl.runtime.progress import Progress
-from r2ccl.shm.machine import home_cpu
+from r2ccl.shm.machine import allowed_cpus, assign_cpu
 from r2ccl.shm.repeat import Repeat
 from r2ccl.transport.tcp.transport import TcpTransport
 
@@ -825,13 +825,13 @@ def _compiled_calls(context: RankContext, links: Links, progress: Progress) -> C
 
 
 def _home_of(context: RankContext) -> int:
-    """Return the home CPU of this rank; -1 if it is alone on its host, or `home_cpu` finds none.
+    """Return the home CPU of this rank; -1 if it is alone on its host, or there are too few CPUs.
 
     Each rank of the host gets a different CPU if all of them may run on the same CPUs.
     """
     own = [rank for rank, host in enumerate(context.hosts) if host == context.hosts[context.rank]]
-    cpu, sharers = home_cpu(own.index(context.rank), len(own))
-    return cpu if len(own) > 1 and sharers == 1 else -1
+    cpu, nsharers = assign_cpu(own.index(context.rank), [allowed_cpus()] * len(own))
+    return cpu if len(own) > 1 and nsharers == 1 else -1
 
 
 __all__ = ["BackgroundControl", "DataLoop"]

@@ -40,7 +40,7 @@ from r2ccl.shm.layout import (
     WAITING,
 )
 from r2ccl.shm.local_call import LocalCall
-from r2ccl.shm.machine import UNSUPPORTED, home_cpu
+from r2ccl.shm.machine import UNSUPPORTED, allowed_cpus, assign_cpu
 from r2ccl.shm.passing import (
     LISTENER_NAME_NBYTES,
     RESULT_NBYTES,
@@ -122,6 +122,7 @@ _READABLE_S = 1.0
 #: Largest number of prepared calls that a group keeps.
 _NPREPARED = 64
 _WORD = 1 << 64
+_ALLOWED = slice(layout.ALLOWED, layout.ALLOWED + layout.CPU_SET_NBYTES)
 
 
 class CallsDiffer(Exception):
@@ -281,6 +282,9 @@ class LocalGroup:
             try:
                 host, own = _host_of_process(), Segment.create_of_group(len(ranks))
                 offered = offer_word(own)
+                own.data[_ALLOWED] = np.frombuffer(
+                    allowed_cpus().to_bytes(layout.CPU_SET_NBYTES, "little"), np.uint8
+                )
             except OSError as exc:
                 problem = f"/proc/self/ns: {describe_os_error(exc)}"
             except TransportError as exc:
@@ -582,14 +586,20 @@ class LocalGroup:
         layout.set_sleep(state, _SLEEP_NS)
         # Inputs and outputs of all ranks that do not fit into the cache together.
         state[layout.STREAM_NBYTES] = _cache_nbytes() // (2 * self._nranks)
-        is_crowded = self._nranks > len(os.sched_getaffinity(0))
-        state[layout.HOME], state[layout.SHARERS] = home_cpu(self.rank, self._nranks)
+        cpu, nsharers = assign_cpu(self.rank, [_allowed(each) for each in self._segments()])
+        state[layout.HOME], state[layout.SHARERS] = cpu, nsharers
+        is_crowded = nsharers > 1
         state[[layout.SPIN, layout.SPIN_MIN, layout.SPIN_MAX]] = _SPINS[is_crowded]
         state[layout.YIELDS] = _YIELDS[is_crowded]
-        for index in range(self._nranks):
-            segment = self._own if index == self.rank else self._peers[index]
-            state[layout.BASES + index] = segment.address
+        state[layout.BASES : layout.BASES + self._nranks] = [
+            each.address for each in self._segments()
+        ]
         return state
+
+    def _segments(self) -> list[Segment]:
+        """Return the segments of all ranks, in the order of the ranks."""
+        own = {self.rank: self._own}
+        return [(self._peers | own)[index] for index in range(self._nranks)]
 
     def _kernel(self, call: CallSignature) -> int:
         kernel = fold_kernel(call.dtype, call.op)
@@ -613,6 +623,11 @@ class LocalGroup:
         met = self._met(index)
         signatures = [_signature(each, met + 1) for each in (self._own, segment)]
         return CallsDiffer(index, *signatures, is_earlier=met + 1 < ncalls)
+
+
+def _allowed(segment: Segment) -> int:
+    """Return the CPUs on which a segment's owner is allowed to run, as a set of bits."""
+    return int.from_bytes(segment.data[_ALLOWED].tobytes(), "little")
 
 
 def _signature(segment: Segment, ncalls: int) -> int:

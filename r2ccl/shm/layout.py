@@ -61,6 +61,10 @@ MUTEX = 4 * LINE_NBYTES
 #: `r2ccl.shm.reading`.
 PID = 5 * LINE_NBYTES
 PROBE, TOKEN, CAN_READ = PID + 8, PID + 16, PID + 24
+#: CPUs on which the owner is allowed to run: a set of `CPU_SET_NBYTES`, or 0: not known. Each set
+#: has 1,024 CPUs.
+ALLOWED = 6 * LINE_NBYTES
+CPU_SET_NBYTES = 128
 #: Headers of the owner's latest calls, `LINE_NBYTES` each; call c has header ``c % NHEADERS``. The
 #: first word is the number of the first round of the call. It is stored after the other words, and
 #: after the data of this round.
@@ -131,10 +135,10 @@ SLEEP_S, SLEEP_NS = 13, 14
 STREAM_NBYTES = 15
 #: Number of successive waits for which the pauses did not suffice.
 MISSES = 16
-#: CPU assigned to this rank, and maximum number of ranks of the group to which one CPU is assigned;
-#: 0: no CPUs are assigned. Number of further sleeps in which a thread keeps its CPU. Time at which
-#: a thread last moved to HOME, and delay until the next move, in nanoseconds. See
-#: `r2ccl.shm.waiting`.
+#: CPU assigned to this rank, or -1; maximum number of ranks of the group that have to share a CPU
+#: (`r2ccl.shm.machine.assign_cpu`). Number of further sleeps in which a thread keeps its CPU. Time
+#: at which a thread last moved to HOME, and delay until the next move, in nanoseconds
+#: (`r2ccl.shm.waiting`).
 HOME, SHARERS, KEPT, MOVED_NS, DELAY_NS = 17, 27, 28, 29, 30
 #: Segments for arrays that all ranks map: address of the table of this rank's own segments, sorted
 #: by address; number of rows of this table; address of a table with one row per segment number: the
@@ -153,8 +157,6 @@ USES = 31
 #: Addresses of the segments of all ranks; then one word per rank for the inputs of a kernel; then
 #: for each rank the first round of its latest call whose header has been compared.
 BASES = USES + NSLOTS
-#: Bytes of a set of 1,024 CPUs.
-CPU_SET_NBYTES = 128
 
 
 def state_size(nranks: int) -> int:
@@ -232,6 +234,7 @@ SHARED = 2
 FROM_ROOT, TO_ROOT = 4, 8
 
 __all__ = [
+    "ALLOWED",
     "AWAITED",
     "BASES",
     "BATCH",

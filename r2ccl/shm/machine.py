@@ -6,8 +6,11 @@ and chooses a CPU for each rank.
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import platform
+from collections.abc import Sequence
 
 from r2ccl.shm.layout import CPU_SET_NBYTES
 
@@ -22,18 +25,41 @@ if MACHINE not in _NUMBERS:
     UNSUPPORTED = f"machine {MACHINE!r}: supported are {', '.join(sorted(_NUMBERS))}"
 
 
-def home_cpu(index: int, nranks: int) -> tuple[int, int]:
-    """Assign a CPU to rank `index` of the `nranks` ranks of this host.
+def allowed_cpus() -> int:
+    """Return the CPUs on which this thread may run, as a set of bits; 0 if it is not representable.
 
-    All ranks must be allowed to run on the same CPUs. Return the CPU, and the maximum number of
-    ranks to which one CPU is assigned, which is 1 unless there are more ranks than CPUs. Return
-    (-1, 0) if one of these CPUs has a number above ``8 * CPU_SET_NBYTES - 1``, which the sets of
-    CPUs in compiled code cannot contain.
+    A set of CPUs in compiled code has `CPU_SET_NBYTES` bytes.
     """
-    cpus = sorted(os.sched_getaffinity(0))
-    if cpus[-1] >= 8 * CPU_SET_NBYTES:
-        return -1, 0
-    return cpus[index % len(cpus)], -(-nranks // len(cpus))
+    mask = sum(1 << cpu for cpu in os.sched_getaffinity(0))
+    return mask if mask >> (8 * CPU_SET_NBYTES) == 0 else 0
 
 
-__all__ = ["MACHINE", "SYSTEM_CALLS", "UNSUPPORTED", "home_cpu"]
+def assign_cpu(index: int, allowed: Sequence[int]) -> tuple[int, int]:
+    """Assign a CPU to rank `index` of the ranks of a host.
+
+    Parameters
+    ----------
+    index : int
+    allowed : sequence of int
+        Result of `allowed_cpus` on each rank.
+
+    Returns
+    -------
+    cpu : int
+        -1 if the ranks are not all allowed to run on the same CPUs, because somebody else has
+        assigned CPUs to them, or if the CPUs are not known.
+    nsharers : int
+        Maximum number of ranks that have to share a CPU; 1 if there is a CPU for each rank, or the
+        CPUs are not known.
+    """
+    together = functools.reduce(operator.or_, allowed)
+    if 0 in allowed:
+        return -1, 1
+    nsharers = -(-len(allowed) // together.bit_count())
+    if any(each != together for each in allowed):
+        return -1, nsharers
+    cpus = [cpu for cpu in range(together.bit_length()) if together >> cpu & 1]
+    return cpus[index % len(cpus)], nsharers
+
+
+__all__ = ["MACHINE", "SYSTEM_CALLS", "UNSUPPORTED", "allowed_cpus", "assign_cpu"]
