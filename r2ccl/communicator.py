@@ -1321,10 +1321,10 @@ class Communicator:
 
         Notes
         -----
-        *Local*: uses the newest health that this rank knows. All ranks plan the next allreduce with
-        the same health, which may be older, if the newest health applies only from a later
-        collective on, or newer, if it arrives before the call. The result covers schedules for the
-        network; an allreduce in shared memory runs none of them.
+        *Local*: uses the newest health that this rank knows. The next allreduce may be planned with
+        another health, the same on all ranks: with an older one if the newest applies only from a
+        later collective on, or with a newer one that arrives before the call. The result covers
+        schedules for the network; an allreduce in shared memory runs none of them.
         """
         return self._participant.explain(nbytes)
 

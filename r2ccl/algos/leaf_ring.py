@@ -233,7 +233,7 @@ def _leaf_ops(core: Sequence[int], rank: int, segments: Sequence[_Segment]) -> t
 def _overlapped(segments: Sequence[_T]) -> Iterator[tuple[Sequence[_T], ...]]:
     """Yield, for each turn, three sequences: the segments to reduce, to complete and to allgather.
 
-    Each sequence has at most one segment.
+    The exchange with the leaves completes a segment. Each sequence has at most one segment.
     """
     for turn in range(len(segments) + _GATHER_LAG):
         yield tuple(

@@ -1,4 +1,4 @@
-"""OptCC: one straggler is a leaf of the other ranks' ring, in segments of alternating order.
+"""OptCC: allreduce in a ring of all ranks but one straggler, which sends and gets the data once.
 
 One rank, the straggler, has lost the fraction X of its bandwidth B. The D bytes of data are divided
 into k segments, and each segment into m = n - 1 sections. Each segment takes four stages:

@@ -334,11 +334,13 @@ def _take(
     urgency: Callable[[int], int],
     is_fit: Callable[[int], bool],
 ) -> int:
-    """Move edges from `left` to `row`, `number` at a time, while more than `end` are `missing`.
+    """Give nodes edges of one tree, `number` at a time, while more than `end` are `missing`.
 
-    Each time, the edges are taken from the node with the largest `urgency` among the nodes whose
-    number of edges in `left` satisfies `is_fit`; if there is no such node, among all nodes that
-    have edges left. Ties go to the lowest node. Return the number of edges still missing.
+    ``left[v]`` counts the edges that node v still gets in all trees, ``row[v]`` those that it has
+    in this tree; both are updated. Each time, the edges go to the node with the largest `urgency`
+    among the nodes whose number in `left` satisfies `is_fit`; if there is no such node, among all
+    nodes that have edges left. Ties go to the lowest node. Return the number of edges still
+    missing.
     """
     heap = [(-urgency(node), node) for node, rest in enumerate(left) if is_fit(rest)]
     heapify(heap)

@@ -1,11 +1,12 @@
 """Roles of the ranks in a leaf ring: core, leaves, and the share of data each leaf relays.
 
-Every byte takes 2(n - 1) transfers. A leaf makes one of them, or two if it relays; the m ranks of
-the core make the rest in equal parts. With bandwidths b, all ranks finish together if each makes
-T b transfers, for T = 2(n - 1) / (sum of all b); but no rank makes fewer than one. This gives the
-bound `packed_trees.lower_bound`. A leaf ring reaches the bound unless a leaf would have to make
-more than two transfers, the leaves together would have to relay a byte more than m - 1 times, or
-the core ranks differ in bandwidth.
+`r2ccl.algos.leaf_ring` explains the roles. Each byte is sent 2(n - 1) times: by a leaf once, or
+twice if the leaf relays; the remaining times by the m ranks of the core, in equal parts. All ranks
+finish together, at time T = 2(n - 1) / (sum of all bandwidths), if a rank with bandwidth b sends
+each byte T b times on average; but every rank sends each byte at least once. This gives the bound
+`packed_trees.lower_bound`. A leaf ring reaches the bound unless a leaf would have to send a byte
+more than twice, the leaves together would have to relay a byte more than m - 1 times, or the core
+ranks differ in bandwidth.
 
 All computations use exact fractions, so that all ranks choose the same roles.
 """

@@ -92,7 +92,9 @@ class Paths:
         self._announce_change()
 
     def admit(self, claim: Claim, listener: int) -> Handover | Coroutine[Any, Any, Handover]:
-        """Decide whether to accept an authenticated DATA connection, as a `Gate`.
+        """Decide whether to accept an authenticated DATA connection.
+
+        This is the part of the listener's gate (`r2ccl.bootstrap.listener`) for data connections.
 
         Parameters
         ----------

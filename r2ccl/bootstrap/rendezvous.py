@@ -4,7 +4,8 @@ Each other rank has one authenticated connection to rank 0. The exchange has two
 choice of rails depends on whether all ranks share a host::
 
     rank r                                         rank 0
-    Hello(rank, nranks, host, digest, address) ->  waits for all, compares
+    Hello(rank, nranks, host, pid,
+          digest, address)                     ->  waits for all, compares
                                                <-  Welcome(communicator_id, is_on_one_host, parent)
 
     rank r                                         its parent in the binomial tree of all ranks

@@ -32,10 +32,10 @@ class Capabilities(msgspec.Struct, frozen=True):
     """Rails, transports within the host, and GPUs that ranks on this machine will use.
 
     ``rdma`` and ``tcp`` name the rails between hosts, except the rail of R2CC_LAST_RESORT, rails
-    that are declared failed, and loopback. ``shm`` is True if ranks of this host share memory, and
-    ``loopback`` is True if they can use TCP among themselves. Both are False if `r2ccl.init`
-    refuses the settings. ``gpus`` are the CUDA ordinals of the GPUs whose memory collectives
-    accept.
+    that are declared failed, and loopback. ``rdma`` is empty if verbs cannot be used. ``shm`` is
+    True if ranks of this host share memory, and ``loopback`` is True if they can use TCP among
+    themselves. Both are False if `r2ccl.init` refuses the settings. ``gpus`` are the CUDA ordinals
+    of the GPUs whose memory collectives accept.
     """
 
     rdma: tuple[str, ...]

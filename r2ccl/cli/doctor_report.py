@@ -2,8 +2,9 @@
 
 `gather` and `r2ccl.cli.gpufacts` collect facts about the machine. `r2ccl.cli.rails`,
 `r2ccl.cli.gpus`, `r2ccl.cli.machine` (which NIC each GPU uses) and `r2ccl.cli.diagnosis` (verbs)
-interpret the facts. pyverbs and CUDA are tried in separate processes: a pyverbs that does not match
-the library, or a broken driver, may crash the process. Importing pyverbs also configures logging.
+interpret the facts. pyverbs and CUDA are tried in separate processes, because a pyverbs that does
+not match libibverbs, or a broken driver, may crash the process, and because importing pyverbs
+changes the configuration of logging.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Every rank gets torchrun's variables RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT, and also R2CC_PORT and R2CC_SECRET. A MASTER_PORT that is set here is kept, unless this
-launcher is itself a rank of a job. The launcher prints the ranks' standard output and standard
-error line by line on its own standard output.
+launcher is itself a rank of a job. PYTHONUNBUFFERED is 1, unless it is set. The launcher prints the
+ranks' standard output and standard error line by line on its own standard output.
 
 The exit status is that of the first rank that failed; if a signal ended this rank, the status is
 128 + the signal number; if a host was lost with its ranks, it is 1. If the launcher gets SIGINT or

@@ -8,7 +8,7 @@ Invariants:
 
 - A finding with level ``ok`` describes one rail, or all rails of one interface. The ``ok`` findings
   are in the order of the rail numbers.
-- The finding of a rail whose NIC is declared failed has level ``skipped``.
+- A finding about rails has level ``skipped`` if the NICs of all its rails are declared failed.
 - A finding with level ``warning`` or ``error`` names a fix.
 """
 

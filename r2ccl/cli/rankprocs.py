@@ -136,7 +136,7 @@ class HostRanks:
             raise InvalidArgument(f"cannot run {command[0]!r}: {why}") from exc
 
     async def attend(self) -> None:
-        """Pass output and exit statuses on until all ranks have ended."""
+        """Pass the ranks' output and exit statuses to the sink until all ranks have ended."""
         await asyncio.gather(*map(self._attend, self._ranks))
 
     async def _attend(self, rank: int) -> None:

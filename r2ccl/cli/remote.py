@@ -1,4 +1,4 @@
-"""Ranks on several hosts, which agents start: the launcher's side of `r2ccl.cli.agentlink`.
+"""Start of ranks on several hosts by agents: the launcher's side of `r2ccl.cli.agentlink`.
 
 A start has four steps:
 
@@ -82,7 +82,7 @@ class RemoteRanks:
         self._input_taken = asyncio.Event()
 
     async def open(self, ssh: Sequence[str], python: str) -> None:
-        """Start the agent and wait for its first line.
+        """Start the agent and wait for its greeting; print the lines before it on standard error.
 
         Raises
         ------
@@ -176,7 +176,7 @@ class RemoteRanks:
         return answer
 
     async def attend(self) -> None:
-        """Pass output and exit statuses on until the link ends.
+        """Pass the ranks' output and exit statuses to the supervisor until the link ends.
 
         Then report the ranks whose exit status has not arrived as lost.
         """

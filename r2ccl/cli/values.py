@@ -18,7 +18,7 @@ _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def seconds(text: str) -> float:
-    """Parse a number of seconds for which the operating system can wait.
+    """Parse a time limit in seconds, above 0 and below 1e6.
 
     Raises
     ------

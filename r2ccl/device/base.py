@@ -89,7 +89,8 @@ class Device(Protocol):
     def current(self) -> AbstractContextManager[None]:
         """Return a context manager that makes this thread's calls cheaper in its ``with`` block.
 
-        The blocks may be nested.
+        The blocks may be nested. Inside a block, no other library may change the CUDA context that
+        is current on this thread.
         """
         ...
 
