@@ -122,7 +122,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: (testing). 1: used, or an error if it cannot be loaded; 0: not used; auto: used if it can be
     #: loaded.
     compiled: str = "auto"
-    #: A path is probed after this long without an event while the peer has to send or confirm.
+    #: A path is probed after this long without an event while the peer has to send or confirm. A
+    #: call starts the desync check after this long without progress.
     suspicion_timeout_s: float = 0.5
     #: A probe that is not answered within this time has failed.
     probe_timeout_s: float = 0.06

@@ -28,7 +28,7 @@ share a port equally, as is common, the rings finish one after the other and tak
 Steps: the maximum over the rings that have a share. Bytes on the wire: if ring 1 has a share, T b
 for a node with bandwidth b.
 
-The published algorithm uses the same recursion over subsets of faster nodes, but adds the slow
+The algorithm of Wang et al. uses the same recursion over subsets of faster nodes, but adds the slow
 nodes' data afterwards. Nested rings reach the lower bound in cases in which `leaf_ring` does not,
 such as bandwidths that all differ. If flows share ports equally, `leaf_ring` and `packed_trees` are
 faster.

@@ -1,7 +1,8 @@
 """Agent of a launcher on one host: starts ranks, and reports their output and exit statuses.
 
-The agent's standard input and output are the link to the launcher. When the link ends, the agent
-ends its ranks: SIGTERM, then SIGKILL. The agent exits when its ranks have ended.
+The agent's standard input and output are the link to the launcher. When the link ends, or the agent
+gets SIGHUP, SIGINT or SIGTERM, the agent ends its ranks: SIGTERM, then SIGKILL. The agent exits
+when its ranks have ended.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class _Agent:
         """Serve the launcher until the ranks or the link end, or `leave` is called.
 
         Then end the ranks, and return the exit status of the agent. If one of the agent's tasks
-        failed, raise the error of the task: the launcher could not continue without its answers.
+        failed, raise its error: the launcher could not continue without the answers of the task.
         """
         obeying = asyncio.create_task(self._obey())
         leaving = asyncio.create_task(self._is_leaving.wait())

@@ -140,7 +140,7 @@ class Supervisor:
                 self._lose_output(exc)
 
     def _lose_output(self, exc: OSError) -> None:
-        """End the ranks after output could not be written, for example because the reader ended."""
+        """End the ranks after output could not be written, for example because its reader ended."""
         self._has_lost_output = True
         discard_output()
         is_pipe = isinstance(exc, BrokenPipeError)
