@@ -51,8 +51,8 @@ def scatter(parents: Sequence[int], nchannels: int = 1, name: str = "binomial") 
 def binomial(nranks: int, root: int = 0) -> Parents:
     """Return the binomial tree with the given root.
 
-    Let d be the distance of a rank above the root, modulo `nranks`. The distance of its
-    parent is d with the lowest set bit cleared.
+    Let d be ``rank - root`` modulo `nranks`. The d of a rank's parent is the d of the rank with the
+    lowest set bit cleared.
 
     Raises
     ------
