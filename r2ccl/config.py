@@ -123,7 +123,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: loaded.
     compiled: str = "auto"
     #: A path is probed after this long without an event while the peer has to send or confirm. A
-    #: call starts the desync check after this long without progress.
+    #: collective starts the desync check after this long without progress.
     suspicion_timeout_s: float = 0.5
     #: A probe that is not answered within this time has failed.
     probe_timeout_s: float = 0.06

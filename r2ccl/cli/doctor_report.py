@@ -4,7 +4,7 @@
 `r2ccl.cli.gpus`, `r2ccl.cli.machine` (which NIC each GPU uses) and `r2ccl.cli.diagnosis` (verbs)
 interpret the facts. pyverbs and CUDA are tried in separate processes, because a pyverbs that does
 not match libibverbs, or a broken driver, may crash the process, and because importing pyverbs
-changes the configuration of logging.
+configures logging.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Invariants:
 
 - A finding with level ``ok`` describes one rail, or all rails of one interface. The ``ok`` findings
   are in the order of the rail numbers.
-- A finding about rails has level ``skipped`` if the NICs of all its rails are declared failed.
+- The finding of rails whose NICs are all declared failed has level ``skipped``.
 - A finding with level ``warning`` or ``error`` names a fix.
 """
 

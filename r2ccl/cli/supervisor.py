@@ -182,7 +182,7 @@ class Supervisor:
             self._is_ending.set()
 
     def _forward(self, number: int) -> None:
-        """Forward a signal to the ranks and end the job; if the job is ending, kill the ranks."""
+        """Forward a signal to the ranks and end the job; kill them if the job is ending already."""
         if self._is_ending.is_set():
             self._signal_all(signal.SIGKILL)
             return
