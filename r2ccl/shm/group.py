@@ -314,7 +314,7 @@ class LocalGroup:
 
     @property
     def ncalls(self) -> int:
-        """Number of calls begun."""
+        """Number of calls that this rank has begun; a call that began again counts once."""
         return int(self._memory[layout.NCALLS] - self._memory[layout.NREPEATED])
 
     @property

@@ -1,9 +1,10 @@
-"""Start of direct calls of messages by compiled functions, which Python calls.
+"""Compiled functions, called from Python, that send or receive a message by a direct call.
 
-The function that `message_of` makes compares the ranks and tags of a send, of a receive, or of both
-with those of a few earlier direct calls (`r2ccl.shm.one_message`), takes the turn to move messages,
-runs the direct call, and returns the message that it received. In Python, these steps would take
-three times as long as the call itself.
+A direct call is a compiled send, receive, or both at once (`r2ccl.shm.one_message`). The function
+that `message_of` makes looks for an earlier direct call with the same ranks and tags. If it finds
+one, it takes the turn to move messages, runs the direct call again, and returns the message that
+the call received, if any. Otherwise it calls the slower Python function. In Python, these steps
+would take three times as long as the direct call itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Fault plans, and the record of the faults that fired.
 
 A `FaultPlan` is built in Python or read from JSON. A rank gets it as ``r2ccl.init(faults=plan)`` or
-through environment variables (see `wrap_by_env`). A netlab applies the faults to network interfaces
-and processes; without a netlab, each rank breaks its own connections.
+through environment variables (see `wrap_by_env`). A netlab, a cluster emulated on one machine
+(`r2ccl.testing.netlab`), applies the faults to network interfaces and processes. Without a netlab,
+only ``nic_down`` faults with `at_op` can be applied: the rank that triggers one breaks its own
+connections on that rail.
 """
 
 from __future__ import annotations

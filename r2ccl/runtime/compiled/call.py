@@ -385,10 +385,11 @@ class CompiledCalls:
     def is_interrupted(self) -> bool:
         """Return whether the transport must be polled for a reason other than the current calls.
 
-        The current calls are the running or held ones. The other reasons are a ready socket that
-        they do not use, frames of other calls that they delay (`HeldPrograms.delayed`), and a probe
-        that is in flight or whose result was not polled yet. A `wake` of the transport before this
-        call does not make a later `poll` return.
+        The current calls are the running or held ones. The other reasons are a ready socket or
+        unparsed frames of a connection that they do not use, frames of other communicators that
+        the last held call left unread (`HeldPrograms.delayed`), and a probe that is in flight or
+        whose result was not polled yet. This method clears an earlier `wake` of the transport,
+        which then does not make a later `poll` return.
         """
         if self.held is None:
             return self._transport.has_other_events(self._conns)
