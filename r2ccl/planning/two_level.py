@@ -190,7 +190,7 @@ class TwoLevelPlans:
 
         `division` is the result of the method `division` for `call`. If this method returns False,
         the call uses `division`. `op` is the number of the collective before `call`, equal on all
-        ranks. See `PlanCache.is_bandwidth_sample`.
+        ranks. This method also counts the call; see `PlanCache.is_bandwidth_sample`.
         """
         return self._plans.is_bandwidth_sample(call, health, op, division.predicted_ns)
 

@@ -283,7 +283,8 @@ class DataLoop:
     def settle_if_free(self) -> None:
         """Bring the links up to date with held calls, before a report; any thread may call this.
 
-        If a thread owns the loop, do nothing; the report may then be some milliseconds old.
+        If a thread owns the loop, leave the links unchanged; the report may then be some
+        milliseconds old. Unless the calling thread owns the loop, also serve the inbox (`serve`).
         """
         if self.owner._is_owned():  # type: ignore[attr-defined]
             return
@@ -698,7 +699,8 @@ class DataLoop:
         """End the communicators, unless they have ended, because a call of `caller` raises `exc`.
 
         If the calling thread stood aside when Ctrl-C arrived, take the loop back first. Afterwards
-        no peer can write into the call's memory. Further Ctrl-C does not interrupt this method.
+        no peer can write into the call's memory. Further Ctrl-C does not interrupt this method. Set
+        `is_end_known` and, if `exc` is an `R2cclError`, ``caller.has_raised``.
         """
         is_sound = isinstance(exc, R2cclError)
         self.is_end_known = True

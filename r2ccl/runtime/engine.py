@@ -68,7 +68,7 @@ class LocalPath(Protocol):
 
     @property
     def ncalls(self) -> int:
-        """Number of calls begun that use only shared memory; the data loop does not count them."""
+        """Number of begun calls that use only shared memory, which the data loop does not count."""
         ...
 
     def ahead(self) -> dict[int, int]:
@@ -289,7 +289,10 @@ class Engine:
         return self.whole_health if known is None else known.health
 
     def operation(self) -> Operation | None:
-        """Return the running collective; None if there is none, or if it is in shared memory."""
+        """Return the running collective; None if there is none.
+
+        Collectives in shared memory, and repetitions in compiled code, do not count.
+        """
         op, signature, program = self.op, self._calls.signature, self._loop.program_of(self._calls)
         left = tuple(run.remaining for run in self._runs)
         if program is not None:

@@ -144,7 +144,7 @@ class CompiledCalls:
             Calls of the communicator.
         repeat : callable
             ``repeat(loop)`` calls ``loop()`` until its result is not PAUSED, and returns this
-            result. It returns PAUSED as soon as the data loop has other work.
+            result. If the data loop has other work meanwhile, ``repeat`` returns PAUSED.
         on_settled : callable, optional
             As for `HeldCalls`. None: the call must not be held, for example because the next call
             may need another plan.
@@ -398,7 +398,8 @@ class CompiledCalls:
     def has_other_events(self, plan: Plan) -> bool:
         """Return whether the transport must be polled for a reason other than the next call.
 
-        `plan` is the plan of the next call. For the reasons, see `is_interrupted`.
+        `plan` is the plan of the next call. The reasons are those of `is_interrupted`, except
+        delayed frames.
         """
         program = self._program_of(plan)
         return self._transport.has_other_events([] if program is None else program.conns)

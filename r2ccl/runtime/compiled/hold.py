@@ -92,7 +92,10 @@ class HeldCalls:
         self._turns: deque[tuple[int, CompiledProgram]] = deque(maxlen=HISTORY)
 
     def take_over(self, program: CompiledProgram) -> None:
-        """Record that `program` makes the calls after call `op`, until another program does."""
+        """Record that `program` makes the calls after call `op`, until another program does.
+
+        Also store `op` in the tables of `program`, as the number of its last call.
+        """
         program.view[at.OP] = self.op
         turns, first_op = self._turns, self.op + program.view[at.OP_STEP]
         if turns and turns[-1][0] == first_op:  # the program that took over last made no call
@@ -184,7 +187,7 @@ class HeldPrograms:
         return self._members or (self.program,)
 
     def has(self, program: CompiledProgram) -> bool:
-        """Return whether `program` is held, which `take_over` requires."""
+        """Return whether `program` is held; call this before `has_link`, `add` and `take_over`."""
         if not self._members:  # of the first program, only once there may be a second one
             self._members[self.program] = self._share(self.program)
         return program in self._members
@@ -342,10 +345,11 @@ class HeldPrograms:
 def _entries(
     column: int, words: Sequence[int], row: int, ahead: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the entries of `words` of a link or connection, see `hand_over`.
+    """Yield the entries for the shared words of a link or connection, see `hand_over`.
 
-    `column` is the index of the first word of the link or connection in the words of the program,
-    `row` its index in the table. `ahead` has one number for each of `words`.
+    `column` is the index at which the record of the link or connection begins in the words of the
+    program. `words` are the indices of the shared words in this record. `row` is the index of the
+    first of them in the table. `ahead` has one number for each of `words`.
     """
     for number, (word, more) in enumerate(zip(words, ahead, strict=True)):
         yield column + word, row + number, more

@@ -71,7 +71,8 @@ def keep_copies(
 ) -> None:
     """Keep copies of the eager slices of ended calls that the peer has not confirmed yet.
 
-    The newest call of `running`, if it is not None, has not ended: its slices are not kept.
+    Without `Config.is_resilient`, no copies are kept. The newest call of `running`, if it is not
+    None, has not ended: its slices are not kept.
     """
     found: dict[SendLink, list[tuple[int, CompiledProgram, LinkPair, int, int]]] = {}
     for program in programs:
@@ -128,7 +129,10 @@ def totals_after(links: Links, counts: Mapping[CompiledProgram, int]) -> dict[Pa
 
 
 def count(programs: Collection[CompiledProgram], totals: Mapping[Path, list[int]]) -> None:
-    """Set the counters of the paths to `totals`, which are those after calls of `programs`."""
+    """Set the counters of the paths to `totals`, and clear ``imported`` of `programs`.
+
+    `totals` is the result of `totals_after`, which needs ``imported``.
+    """
     for path, counts in totals.items():
         path.activity += 1
         path.nslices_sent, path.nbytes_sent = counts[:2]

@@ -440,7 +440,7 @@ class CompiledProgram:
         return found
 
     def bind(self) -> bool:
-        """Use the current routes of the links from now on; return True.
+        """Use the current routes of the links in all later calls; return True.
 
         Return False, and change nothing, if the two links of a pair have no common route.
         """

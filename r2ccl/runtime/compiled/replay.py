@@ -50,7 +50,7 @@ class _Posted(NamedTuple):
 class RecordingTransport:
     """Transport that records the slices and landing places that a replay posts.
 
-    Implements `Recorder`.
+    Implements `r2ccl.runtime.progress.Recorder`.
     """
 
     def __init__(self) -> None:

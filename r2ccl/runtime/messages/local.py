@@ -405,7 +405,10 @@ class LocalMessages:
             raise self._failed(exc) from None
 
     def _outcome(self, made: PreparedMessage, result: int, x: Any, out: Any) -> Outcome:
-        """Return the outcome of a direct call that returned OPEN or FINISHED_OTHER."""
+        """Return the outcome of a direct call with the result OPEN or FINISHED_OTHER.
+
+        For the results, see `r2ccl.shm.message_layout`.
+        """
         call = made.call
         if result == OPEN:
             return self._take_over(call, x, out)

@@ -110,7 +110,7 @@ class MessageRequest:
         ConcurrentCalls
             If the caller is a signal handler that interrupted a call of its thread.
         R2cclError
-            If the communicator has ended.
+            If the communicator has ended, or this rank has closed it.
         """
         return self._messenger.cancel(self._request)
 
