@@ -357,7 +357,7 @@ class Engine:
         self._loop.submit(self._failover.on_peer_lost, peer, why, last_heard_s)
 
     def on_tick(self, now: float) -> None:
-        """Run the data loop and its timers once, see `DataLoop.tick`; `now` is in seconds."""
+        """Handle a tick of the control thread, see `DataLoop.tick`; `now` is in seconds."""
         self._loop.tick(now)
 
     def on_carrier(self, rail: int, is_up: bool) -> None:

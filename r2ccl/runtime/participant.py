@@ -355,7 +355,7 @@ class Participant:
     def free_memory(self, timeout_s: float) -> None:
         """Free shared memory, and end the remaining waits for messages.
 
-        Log an error if the memory stays in use, see `Collectives.free_memory`.
+        If the memory stays in use (see `Collectives.free_memory`), only log an error.
         """
         if self.collectives.free_memory(timeout_s):
             self.engine.messenger.let_go()

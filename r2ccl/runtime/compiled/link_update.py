@@ -142,9 +142,9 @@ def count(programs: Collection[CompiledProgram], totals: Mapping[Path, list[int]
 
 
 def measure(links: Links, program: CompiledProgram) -> None:
-    """Report the times at which cleared slices were posted and released, from the log.
+    """Report to the bandwidth measurement when cleared slices were posted and released.
 
-    The reports go to the bandwidth measurement.
+    The times are in the log of `program`.
     """
     balance = links.balance
     assert balance is not None

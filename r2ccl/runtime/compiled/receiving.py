@@ -120,7 +120,8 @@ def parse(state: Any, number: Any, conn: Any) -> Any:
 
     A frame of a later call stays in the buffer: set IS_STALLED and return MORE. Do the same for a
     frame of a later message or of another communicator, unless the call waits for frames that may
-    follow on this connection; in this case, return FOREIGN.
+    follow on this connection; in this case, return FOREIGN. A frame of another communicator that
+    stays in the buffer also sets IS_DELAYING.
     """
     at = conn[BUFFER] + conn[PARSED]
     kind, channel, nbytes, seq = load64(at), load64(at + 8), load64(at + 16), load64(at + 24)

@@ -286,7 +286,7 @@ class LocalDriver(MessageProtocol):
             self._receive(_Arrival(request, envelope, 0, is_timed))
 
     def _receive(self, arrival: _Arrival) -> None:
-        """Receive the data of a message after the messages of its sender that still arrive."""
+        """Receive the data of a message after the messages still arriving from its sender."""
         source = arrival.envelope.source
         if self._incoming.get(source):
             self._moves_in(source, arrival._replace(is_timed=False))
