@@ -260,8 +260,8 @@ class ConcurrentCalls(R2cclError):
     - blocking collectives of one communicator in different threads; while asynchronous collectives
       run, such calls are queued instead;
     - calls of one `LaunchPool`;
-    - collectives on device memory, blocking or asynchronous, if a thread is still starting the
-      earlier call; or
+    - collectives of one communicator on device memory, blocking or asynchronous, if a thread is
+      still starting the earlier call; or
     - a call and a later call made within it, by a signal handler or by a function of `user_op`.
     """
 

@@ -75,8 +75,10 @@ class Arrived(msgspec.Struct, gc=False):
     A cleared slice is in its landing place and ``payload`` is None. An eager slice is in
     ``payload``, which is borrowed until the next ``poll``. ``began_s`` is a time of the transport's
     clock, in seconds: for a cleared slice over TCP, the time at which the header of its first
-    fragment was read; in all other cases, the time at which the transport noticed the complete
-    slice. ``is_confirmed`` is True if the transport has already confirmed the slice to the sender.
+    fragment was read; in the simulation, the time at which the first half of a cleared slice was
+    written; in all other cases, the time at which the transport noticed the complete slice. For
+    slices that compiled code received, it is the time at which Python took over the call.
+    ``is_confirmed`` is True if the transport has already confirmed the slice to the sender.
     """
 
     path: PathKey
