@@ -247,10 +247,11 @@ class Communicator:
         CommunicatorRevoked
             If the communicator was revoked or closed before, or is revoked during the call.
         ConcurrentCalls
-            If this call is blocking, and another thread runs a blocking collective. Also if this
-            call is blocking and is made by a signal handler that interrupted another blocking call,
-            or by a function of `user_op`. Also if this call is on device memory, and another thread
-            is starting a collective on device memory at the same time.
+            If this call is blocking, and another thread runs a blocking collective of this
+            communicator. Also if this call is blocking and is made by a signal handler that
+            interrupted another blocking call, or by a function of `user_op`. Also if this call is
+            on device memory, and another thread is starting a collective of this communicator on
+            device memory.
 
         Notes
         -----
